@@ -51,7 +51,7 @@ class Progress:
         return (time.monotonic() - started) / (done - before) * (self._total - done) if done > before else None
 
     def _step(self, number: int, steps: int) -> None:
-        self._of_run = self._share * number / steps
+        self._of_run = max(self._of_run, self._share * number / steps)  # chunks of a video have loops of their own
         self._tell(f"step {number} of {steps}")
 
     def _tell(self, step: str) -> None:

@@ -54,7 +54,7 @@ class Task:
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
-        self.created, self._stop = time.monotonic(), Event()
+        self.created, self._stop, self._furthest = time.monotonic(), Event(), dict[int, tuple[int, int]]()
         self.context = copy_context()  # of its run, so that lines of the log have the request's id
 
     @property
@@ -82,7 +82,9 @@ class Task:
     def step(self, job: Job, done: int, steps: int, part: bytes | None = None) -> None:
         if self.is_cancelled:
             raise Cancelled
-        self.tell(Step(job, done, steps, part))
+        latest = self._furthest.get(job.index, (0, steps))  # a call may begin anew, or have several loops of steps
+        self._furthest[job.index] = latest = max(latest, (done, steps), key=lambda step: step[0] / step[1])
+        self.tell(Step(job, *latest, part))
 
 
 class AwaitedTask(Task):

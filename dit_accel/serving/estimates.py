@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
+from dit_accel.models import denoisers
 
 TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
 USUAL = 6  # tensors of a step, as tools/advise/memory counts them, over those of the lower bound
@@ -34,8 +35,6 @@ def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
     """Return the size of a run in words, and the bytes that it needs at least; 0 = unknown."""
-    from dit_accel.models import denoisers
-
     transformers = list(denoisers(pipe).values())
     names = ("height", "width", "num_frames", "num_images_per_prompt")
     height, width, frames, images = (call_number(pipe, arguments, name) for name in names)
@@ -56,6 +55,14 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
         (first, *_) = getattr(getattr(vae, "config", None), "block_out_channels", None) or (0,)
         needed.append(2 * first * height * width * itemsize)  # in and out of the decoder's last block
     return f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else ""), max(needed)
+
+
+def chunks(pipe: Any, arguments: Mapping[str, Any]) -> int:
+    """Return in how many chunks a call denoises its video, one after another; 1 if that is not known."""
+    sizes = (call_number(pipe, arguments, name) for name in ("num_latent_frames_per_chunk", "latent_window_size"))
+    size, frames = next(filter(None, sizes), None), call_number(pipe, arguments, "num_frames")
+    unit = first_whole(pipe, "vae_scale_factor_temporal")
+    return -(-frames // ((size - 1) * unit + 1)) if size and frames and unit else 1  # as Helios and Framepack count
 
 
 def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:

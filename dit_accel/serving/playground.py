@@ -182,7 +182,9 @@ class Playground:
     ) -> Output:
         def tell(done: int, total: int) -> None:
             records = worker.pipe.dit_accel.report().steps[:done] if side == "accelerated" else []
-            steps = [(record.mode, record.error) for record in records] + [("full", None)] * (done - len(records))
+            steps = run.steps.get(side, [])[: done - len(records)]  # of chunks of a video that are done
+            steps += [(record.mode, record.error) for record in records]
+            steps += [("full", None)] * (done - len(steps))
             activity = f"{side}: step {done} of {total}" if done else side
             run.change(activity=activity, steps={**run.steps, side: steps}, total=total)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.deadlines import Busy, Times, contract_of
 from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
-from dit_accel.serving.estimates import first_whole
+from dit_accel.serving.estimates import chunks, first_whole
 from dit_accel.serving.loras import NamedLoras, require_named
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
@@ -120,7 +120,7 @@ class Worker:
             arguments["callback_on_step_end"] = at_step_end
         seeds = [job.settings["seed"] for job in batch]
         try:
-            with watched_steps(self.pipe, tell) if tell else nullcontext():
+            with watched_steps(self.pipe, tell, chunks(self.pipe, arguments)) if tell else nullcontext():
                 return timed_call(self.pipe, arguments, seeds if len(batch) > 1 else seeds[0])
         except BaseException:
             self.pipe.maybe_free_model_hooks()  # move offloaded weights off the GPU, as at the end of a call

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import count
 from typing import Any
 
 from tqdm import tqdm
@@ -30,9 +30,16 @@ class StepBar(tqdm):
 
 
 @contextmanager
-def watched_steps(pipe: Any, report: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block, the pipeline reports its steps to ``report``; see :class:`StepBar`."""
-    pipe.progress_bar = partial(StepBar, report)
+def watched_steps(pipe: Any, report: Callable[[int, int], None], chunks: int = 1) -> Iterator[None]:
+    """Within the block, a call reports its steps, those of all ``chunks``, to ``report``; see :class:`StepBar`."""
+    places = count()
+
+    def bar(*args: Any, **options: Any) -> StepBar:
+        before = next(places)
+        whole = max(chunks, before + 1)
+        return StepBar(lambda done, steps: report(before * steps + done, whole * steps), *args, **options)
+
+    pipe.progress_bar = bar
     try:
         yield
     finally:

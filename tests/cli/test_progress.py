@@ -43,6 +43,7 @@ def test_what_is_left_goes_by_what_was_done(silent, clock):
         with pipe.progress_bar(total=4) as bar:
             for _ in range(4):
                 bar.update()
+        pipe.progress_bar(total=4)  # of the video's next chunk
         assert progress.left == pytest.approx(50)
         progress.begin("plain")  # no part of the count
         assert progress.left == pytest.approx(50)

@@ -136,6 +136,15 @@ def test_a_cancelled_task_ends_at_its_step_or_never_begins(dispatcher):
     assert kinds == [[dispatching.Step, Cancelled, Cancelled], [Cancelled]]
 
 
+def test_progress_never_falls(dispatcher):
+    """A call begins anew in another process, or has several loops of steps; each image has its own progress."""
+    calls = [[(0, 4), (3, 4), (0, 4), (1, 4), (5, 6), (4, 4)], [(0, 9), (1, 9)]]
+    queue = dispatcher([Hands()], 1)
+    steps = run(queue, *(lambda tell, call=call: [tell(*step) for step in call] and None for call in calls))
+    told = [(step.job.index, step.done, step.steps) for step in steps if isinstance(step, dispatching.Step)]
+    assert told[:6] == [(0, 0, 4), *[(0, 3, 4)] * 3, (0, 5, 6), (0, 4, 4)] and told[6:] == [(1, 0, 9), (1, 1, 9)]
+
+
 def test_a_broken_worker_is_healthy_once_it_restarts_or_makes_a_result(dispatcher):
     """The reason is that of its latest restart."""
     reasons = ["no weights", None, "no memory"]

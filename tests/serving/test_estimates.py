@@ -4,9 +4,10 @@ import pytest
 
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.models import free_memory
-from dit_accel.serving.estimates import estimated, require_memory
+from dit_accel.serving.estimates import chunks, estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
-from tests.tiny import tiny_pipeline
+from dit_accel.tools.steps import watched_steps
+from tests.tiny import tiny_inputs, tiny_pipeline
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,14 @@ def test_a_batch_is_counted_by_its_samples_and_the_free_memory(monkeypatch):
     require_memory(pipe, sizes | {"prompt": ["a fox"] * 3})
     with pytest.raises(OutOfMemoryError, match=r"4 of 64 × 64 pixels need about .* are free; use a smaller batch"):
         require_memory(pipe, sizes | {"prompt": ["a fox"] * 4})
+
+
+def test_chunks_of_a_video_are_counted_as_its_pipeline_does():
+    pipe, arguments, told = tiny_pipeline("framepack"), tiny_inputs("framepack", steps=2), []
+    with watched_steps(pipe, lambda *step: told.append(step), chunks(pipe, arguments)):
+        pipe(**arguments)
+    assert list(dict.fromkeys(told)) == [(done, 4) for done in range(5)]
+    assert chunks(tiny_pipeline("wan"), {"num_frames": 81}) == 1
 
 
 def test_a_size_that_is_not_known_gives_no_estimate(pipe):

@@ -91,6 +91,13 @@ def test_a_run_shows_both_sides_step_by_step(kitchen):
     assert end.psnr == psnr(image(run, "plain"), image(run, "accelerated")) and end.speedup > 0
 
 
+def test_steps_of_all_chunks_are_shown(kitchen):
+    run = kitchen.compare(model="framepack")
+    steps, latest = run.steps["accelerated"], [(each.mode, each.error) for each in run.comparison.report.steps]
+    assert run.total == len(steps) == len(run.steps["plain"]) == 2 * STEPS
+    assert steps[STEPS:] == latest and {mode for mode, _ in steps[:STEPS]} == {"full", "update", "dispatch"}
+
+
 def test_another_target_runs_the_accelerated_side_alone(kitchen):
     """The plain output is cached by prompt, seed and size; another seed makes a new one."""
     first = kitchen.compare()

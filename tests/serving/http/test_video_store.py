@@ -107,7 +107,7 @@ def test_an_ended_job_stays_as_it_ended(job, tmp_path, end):
     """It has no input image any more, and no later event or begin changes it."""
     job.begin()
     for done, progress in ((0, 0), (1, 25), (4, 99)):
-        job.step(None, done, 4)
+        job.step(job.jobs[0], done, 4)
         assert (job.to_json()["progress"], job.status) == (progress, "in_progress") and job.jobs
     job.discard() if end is None else job.tell(end)
     ended, has_file = job.to_json(), end is MADE

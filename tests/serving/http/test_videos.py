@@ -221,15 +221,21 @@ def followed(run, form):
 
 
 def test_a_video_in_chunks_is_sent_while_it_grows(monkeypatch):
-    """The growing file has the frames of the final one, and its first ones come before the last steps."""
+    """The growing file has the frames of the final one, and its first ones come before the last steps of all chunks."""
     imageio = pytest.importorskip("imageio.v3")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_: helios())
     worker = Worker(Setup("helios", call={"num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}))
-    parts, whole = followed(worker.run, worker.loaded.form)
+    told = []
+
+    def run(*call):
+        return worker.run(*call[:-1], lambda *step: (told.append(step[:2]), call[-1](*step)))
+
+    parts, whole = followed(run, worker.loaded.form)
     restore_pipeline(worker.pipe)
     files = b"".join(part for _, part in parts), whole
     grown, final = (imageio.imread(data, extension=".mp4", plugin="FFMPEG") / 255 for data in files)
     assert [status for status, _ in parts].count("in_progress") >= 4
+    assert list(dict.fromkeys(told)) == [*((done, 20) for done in range(21)), (1, 1)]  # 5 chunks of 4 steps
     assert len(grown) == len(final) == 15 and np.abs(grown - final).mean() < 0.02
 
 
