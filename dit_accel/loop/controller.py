@@ -1,10 +1,11 @@
 """Open and close every transformer call, and keep the branches and the report of one run."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -138,8 +139,13 @@ class Controller:
         elapsed = stopwatch_of(described.timestep)
         self.parts.enter(described.transformer, elapsed)
         try:
-            tick = self._follow(described.timestep, described.place, described.latents)
-            return self._decide_mode(described, tick, elapsed)
+            tick, items = self._follow(described.timestep, described.place), {}
+            if self.may_forecast:
+                items = described.conditions()  # while the device works: the look at the latents waits for it
+                changes = self.branches.course.responses
+                if self._trajectory.is_replaced(tick.step, described.latents, changes[tick.step] if changes else 1.0):
+                    self.branches.drop("latents changed")
+            return self._decide_mode(described, items, tick, elapsed)
         except BaseException:
             self.abort()
             raise
@@ -227,10 +233,9 @@ class Controller:
         self._standing.append(remark)
         self.report.warn(remark)
 
-    def _decide_mode(self, described: Description, tick: Tick, elapsed: Stopwatch) -> Call:
-        """Find the branch of a call, and decide how its step runs."""
+    def _decide_mode(self, described: Description, items: Mapping[str, Any], tick: Tick, elapsed: Stopwatch) -> Call:
+        """Find the branch of a call with these conditions, and decide how its step runs."""
         schedule = self.preset.schedule
-        items = described.conditions() if self.may_forecast else {}
         branch, place = self.branches.of(described, items, plain=self._why_plain is not None)
         if self.branches.is_stuck and self._why_plain is None:
             self.compute_all(STUCK)
@@ -280,9 +285,7 @@ class Controller:
                 self.deadline = None
             self._deadline = self._whole.of_run(parts.runs, parts.previous_runs)
 
-    def _follow(
-        self, timestep: torch.Tensor | float, place: Place | None = None, latents: Sequence[torch.Tensor] = ()
-    ) -> Tick:
+    def _follow(self, timestep: torch.Tensor | float, place: Place | None = None) -> Tick:
         """Read the position in the run; start a new run or step in the report."""
         tick, forecast = self._clock.read(timestep, place), self.preset.forecast
         if self._tick is None or tick.run is not self._tick.run:
@@ -300,10 +303,6 @@ class Controller:
             if self._deadline is not None:
                 self._deadline.begin_step()
             self._accounts.start_step(tick)
-            if self.may_forecast:
-                changes = self.branches.course.responses
-                if self._trajectory.is_replaced(tick.step, latents, changes[tick.step] if changes else 1.0):
-                    self.branches.drop("latents changed")
         self._tick = tick
         return tick
 

@@ -33,12 +33,14 @@ class Trajectory:
         self._streams: list[LatentStream] = []
 
     def is_replaced(self, step: int, latents: Sequence[torch.Tensor], response: float) -> bool:
-        """Record the latents of a step, and return True if they were replaced since the step before.
+        """Record the latents of a step's first call, and return True if they were replaced since the step before.
 
         Args:
-            latents: latents ``[B, …]`` of the step's first call, one tensor for each output that has some.
+            latents: latents ``[B, …]`` of a call, one tensor for each output that has some.
             response: change of the outputs per shift of the latents (:func:`~dit_accel.loop.growth.responses`).
         """
+        if step == self._step:
+            return False
         shapes = [tensor.shape for tensor in latents]
         follows = step == self._step + 1 and [stream.shape for stream in self._streams] == shapes
         self._step = step
