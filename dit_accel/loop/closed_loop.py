@@ -361,7 +361,7 @@ class ClosedLoop:
         if damps:
             self.refit(measured[-1])
         self.following = self.gap.observe(step, nodes, order, error, self.course, id(self))
-        gap = range(step + 1, self.following)
+        gap = range(step + 1, self.following) if len(self.outputs) else ()
         self._weights = {(later, self.order): self._weights_at(later, self.order) for later in gap}
         return error if errors else None
 

@@ -19,8 +19,9 @@ class IntervalGap(Gap):
         return StepMode.DISPATCH if (step - schedule.warmup) % (schedule.interval or 1) else StepMode.UPDATE
 
     def observe(self, step: int, *measured: Any, **of: Any) -> int:
-        """Do nothing: an interval does not depend on errors."""
-        return step + 1
+        """Return the next computed step, which does not depend on errors."""
+        steps = range(step + 1, len(self.course.coordinates))
+        return next((later for later in steps if self.decide_mode(later) is not StepMode.DISPATCH), steps.stop)
 
 
 class IntervalLoop(ClosedLoop):
