@@ -139,9 +139,10 @@ class Controller:
         elapsed = stopwatch_of(described.timestep)
         self.parts.enter(described.transformer, elapsed)
         try:
-            tick, items = self._follow(described.timestep, described.place), {}
+            tick = self._follow(described.timestep, described.place)
+            # while the device works, because the look at the latents waits for it
+            items = described.conditions() if self.may_forecast else {}
             if self.may_forecast:
-                items = described.conditions()  # while the device works: the look at the latents waits for it
                 changes = self.branches.course.responses
                 if self._trajectory.is_replaced(tick.step, described.latents, changes[tick.step] if changes else 1.0):
                     self.branches.drop("latents changed")
