@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dit_accel.loop.conditioning import PLAIN_TENSORS, VERSION, version_of
 from dit_accel.models.beside.control_net import NUMBERS, hook_of
 from dit_accel.models.families.family import FURTHER_LATENTS, LATENTS
+from dit_accel.models.hooks import modules_of
 
 TIMES = ("timestep", "timesteps", "t", "timestep_r", "r_timestep", "audio_timestep", "sigma", "audio_sigma")
 TIMES += ("timestep_indices",)  # of each token among the timesteps
@@ -77,24 +78,24 @@ class Conditions:
         loaded = (*held.get("peft_config", ()), id(self._transformer._modules.get("encoder_hid_proj")))
         if loaded != self._loaded:
             self._loaded = loaded
-            modules = list(self._transformer.modules())
-            self._adapted = [vars(module) for module in modules if "merged_adapters" in vars(module)]
+            modules = modules_of(self._transformer)
+            held = [*map(vars, modules)]
+            self._adapted = [item for item in held if "merged_adapters" in item]
             self._attentions = [item for item in modules if "processor" in vars(item) or "processor" in item._modules]
             # Offloaded weights are on device meta between calls, and new tensors in each call.
             places = [
-                (module._parameters, name)
-                for module in modules
-                if "_hf_hook" not in vars(module) or not _is_offloaded(module)
-                for name, weight in module._parameters.items()
+                (item["_parameters"], name)
+                for item in held
+                if item["_parameters"] and not _is_offloaded(item.get("_hf_hook"))
+                for name, weight in item["_parameters"].items()
                 if weight is not None and not weight.is_meta
             ]
             self._places = [held for held, _ in places], [name for _, name in places]
         return loaded
 
 
-def _is_offloaded(module: nn.Module) -> bool:
-    """Return True if accelerate moves a module's weights to the device for each call, as new tensors."""
-    hook = vars(module).get("_hf_hook")
+def _is_offloaded(hook: Any) -> bool:
+    """Return True if a hook is accelerate's and moves a module's weights to the device for each call, as new tensors."""
     return any(getattr(item, "offload", False) for item in getattr(hook, "hooks", (hook,)))
 
 

@@ -148,7 +148,7 @@ class ForeignCode:
         form = self._form_now() if self._modules else []
         if form and len(form) == len(self._form) and all(map(is_, form, self._form)):
             return
-        self._modules = [*self._transformer.modules()]
+        self._modules = hooks.modules_of(self._transformer)
         self._codes = [*_inside(self._transformer)]
         self._form = self._form_now()
 

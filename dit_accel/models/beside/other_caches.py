@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models.hooks import is_known, is_known_class, own_forward
+from dit_accel.models.hooks import is_known, is_known_class, modules_of, own_forward
 
 TWO_CACHES = "two caches would each forecast from the other's forecasts"
 # Modules of diffusers whose hooks forecast, without underscores. Its cache of a prompt's keys and values does not.
@@ -28,9 +28,8 @@ def refuse_other_cache(transformer: torch.nn.Module, name: str, *, by_hooks: boo
 
 def _other_cache(transformer: torch.nn.Module, name: str, by_hooks: bool) -> tuple[str, str] | None:
     """Return the other cache and the code that removes it; None = there is none."""
-    config = getattr(transformer, "_cache_config", None)
-    if config is not None and _cache_of(config) is not None:
-        return f"diffusers' {_cache_of(config)}", f"pipe.{name}.disable_cache()"
+    if (cache := _cache_of(type(getattr(transformer, "_cache_config", None)))) is not None:
+        return f"diffusers' {cache}", f"pipe.{name}.disable_cache()"
     if getattr(transformer, "_is_cached", False):
         return "a cache of cache-dit", "cache_dit.disable_cache(pipe)"
     forward, model = replaced_forward(transformer), type(transformer).__name__
@@ -89,14 +88,13 @@ def place_of_definition(function: Callable) -> str:
 
 def _cache_hooks(transformer: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each cache hook on a transformer's modules, and its cache."""
-    for module in transformer.modules():
-        registry = vars(module).get("_diffusers_hook")
-        for hook_name, hook in registry.hooks.items() if registry is not None else ():
-            if (cache := _cache_of(hook)) is not None:
-                yield hook_name, cache
+    registries = [held["_diffusers_hook"] for held in map(vars, modules_of(transformer)) if "_diffusers_hook" in held]
+    for name, kind in dict.fromkeys((name, type(hook)) for item in registries for name, hook in item.hooks.items()):
+        if (cache := _cache_of(kind)) is not None:
+            yield name, cache
 
 
-def _cache_of(thing: object) -> str | None:
-    package, _, module = type(thing).__module__.rpartition(".")
+def _cache_of(kind: type) -> str | None:
+    package, _, module = kind.__module__.rpartition(".")
     name = module.replace("_", "") if package == "diffusers.hooks" else None
     return next((cache for cache in _CACHES if cache.lower() == name), None)

@@ -197,10 +197,10 @@ class QuantizedLinears:
         """Round weights that have changed, or whose copies are gone: now, or a graph would do so in each replay."""
         there = [layers for layers, device in self._together.items() if self._are_on(device, layers)]
         self._weights = {layers: self._weights[layers] for layers in there if layers in self._weights}
-        kept = {layers: (state, state_of(layers)) for layers, state in self._states.items() if layers in self._weights}
-        are_all_same = are_same(*(chain(*states) for states in zip(*kept.values(), strict=True))) if kept else False
+        known = {layers: state for layers, state in self._states.items() if layers in self._weights}
+        are_all_same = are_same(chain(*known.values()), state_of(chain(*known)))
         for layers in there:
-            if layers in kept and (are_all_same or are_same(*kept[layers])):
+            if layers in known and (are_all_same or are_same(known[layers], state_of(layers))):
                 continue
             held, device = self._weights.get(layers), self._together[layers]
             new = _joined([self._round(layer, device) for layer in layers])
