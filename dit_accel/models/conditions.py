@@ -95,7 +95,7 @@ class Conditions:
 
 
 def _is_offloaded(hook: Any) -> bool:
-    """Return True if a hook is accelerate's and moves a module's weights to the device for each call, as new tensors."""
+    """Return True if accelerate's hook moves a module's weights to the device for each call, as new tensors."""
     return any(getattr(item, "offload", False) for item in getattr(hook, "hooks", (hook,)))
 
 

@@ -170,7 +170,7 @@ class Session:
         if driver.linears is not None:
             kind = call.branch.name, call.branch.shapes, call.mode, call.skips, len(call.computed_rows or ())
             version = driver.conditions.weights if run.may_forecast else driver.conditions.read_weights()
-            in_8_bits = driver.linears.call(call.report, kind, version)
+            in_8_bits = driver.linears.call(call.report, kind, version, may_wait=driver.graphs is not None)
             compute = partial(driver.linears.timed, call.report, compute)
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)

@@ -151,7 +151,11 @@ class StepGraphs:
             if kept is None:
                 key = self._key(call, leaves, structure)
                 replayed = self._replay_early(key, leaves)
+                if replayed is None:
+                    self._driver.refresh()  # before the look, because weights may move
                 kept = self._why_not_model(self._device(leaves))
+            if self._driver.refresh():
+                replayed = None
             if kept is None:
                 kept = self._kept.get(key, NEW)
             if kept is NEW:
