@@ -64,10 +64,6 @@ def test_call_takes_whatever_a_pipeline_takes():
         with pytest.raises(ArgumentError, match=r"guidance_rescale must be a number or a bool, such as 0\.0"):
             call_arguments(strict, "some/model", {}, {"guidance_rescale": value})
     assert call_arguments(strict, "some/model", {}, {"sigmas": {"a": 1}}) == {"sigmas": {"a": 1}}
-    with pytest.raises(ArgumentError, match=r"num_inference_steps must be a whole number, got 2\.7"):
-        call_arguments(strict, "some/model", {}, {"num_inference_steps": 2.7})
-    with pytest.raises(ArgumentError, match="num_inference_steps is already set by its own option"):
-        call_arguments(strict, "some/model", {"steps": 3}, {"num_inference_steps": 4})
 
 
 @pytest.mark.parametrize("preset, told", [("exact", "accelerated"), (None, "plain")])

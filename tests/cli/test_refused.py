@@ -47,7 +47,6 @@ AT_ONCE = {
         ("-m ./missing", "--model: ./missing is not a pipeline's folder"),
         ("-m .", "model_index.json is missing"),
         (f"-m {LONG}", LONG_SHOWN),
-        (f"-m ./{LONG}", LONG_SHOWN),
         ("-m loop.yaml", "--model: loop.yaml is not a pipeline's folder"),
         ("-m '~nobody-of-that-name/x'", "is not a pipeline's folder"),
         ("--image missing.png", "--image: missing.png can't be read as an image: No such file"),
@@ -69,7 +68,6 @@ AT_ONCE = {
         ("--json picture.png", "--json: picture.png exists"),
         ("--plot picture.png", "--plot: picture.png exists"),
         ("--plot p.xyz", "--plot: p.xyz must end in one of .png, .jpg, .webp, .pdf, .svg"),
-        ("--plot p", "--plot: p must end in one of .png"),
     ],
     "tune -m nowhere/at-all": [
         ("", "one target"),
@@ -79,7 +77,6 @@ AT_ONCE = {
         ("--target-psnr 30 --preset none", "--preset: a plain run has no thresholds"),
         ("--target-psnr 30 --preset flux-balance", "did you mean 'balanced'"),
         ("--target-psnr 30 --preset balanced --set skip.tau=1", "unknown key 'skip.tau'"),
-        ("--target-psnr 30 --prompts missing.txt", "--prompts: missing.txt can't be read"),
         ("--target-psnr 30 --prompts empty.txt", "--prompts: empty.txt holds no prompts"),
         ("--target-psnr 30 --prompts /dev/zero", "/dev/zero can't be read: it has more than"),
         ("--target-psnr 30 -o no/mine.yaml", "no does not exist"),
@@ -99,7 +96,6 @@ AT_ONCE = {
         ("-p a -o no/where", "no does not exist"),
         ("-p a -o mine", "--output: mine.md exists"),
         ("-p a -o .", "--output: . is a folder; give the stem of files in it"),
-        (f"-p a -o {LONG}", "(5,005 characters) can't be written: File name too long"),
     ],
     "serve -m nowhere/at-all": [
         ("--allow-host http://here", "without scheme, port and *"),
@@ -122,7 +118,6 @@ AT_ONCE = {
         ("show ../../pyproject", "unknown preset '../../pyproject'"),
         ("show bad.yml", "got the file bad.yml; see dit-accel presets check"),
         ("check balanced", "got the shipped preset balanced; see dit-accel presets show"),
-        ("check missing.yaml", "missing.yaml does not exist"),
         ("check bad.yml", "warm_up"),
     ],
 }
@@ -134,12 +129,9 @@ ONCE_LOADED = {
         ("--num-frames 9", "--num-frames: FluxPipeline takes no"),
         ("--fps 8", "--fps: FluxPipeline makes images"),
         ("--image picture.png", "FluxPipeline takes no image"),
-        ("--negative-prompt blue", "only with guidance above 1"),
-        ("--offload model --device cpu", "needs a CUDA device"),
         ("--device cuda:99", "--device: "),
         ("--device gpu", "--device: 'gpu' can't run here"),
         ("--device meta", "--device: 'meta' can't run here"),
-        ("--device ''", "--device: '' can't run here"),
         (f"--device {LONG}", "(5,002 characters) can't run here"),
         ("-o a.png --plot a.png", "--plot: a.png is also the file of output; name another file"),
         ("-o a.png --json ./a.png", "--json: a.png is also the file of output"),
@@ -157,7 +149,6 @@ ONCE_LOADED = {
     "sd3": [("--preset flux-fora --compare", "for flux models"), ("--height 33", "divisible by")],
     "wan": [
         ("-o picture-2.png", "--output: picture-2.png must end in .mp4 or .gif, or be a folder"),
-        ("-o missing/o.mp4", "missing does not exist"),
         ("-o .", ". has no name"),
         ("-o models", "has files that are no frames (index.json)"),
         ("-o file", "file is a file, which can"),
@@ -167,7 +158,6 @@ ONCE_LOADED = {
         ("--num-images 2", "--num-images: WanPipeline makes one video per run"),
         ("--image picture.png", "WanPipeline takes no image"),
         ("--negative-prompt blue --guidance 1", "WanPipeline uses it only with guidance above 1"),
-        ("--height 60", "divisible by 16"),
     ],
     "wan-i2v": [("", "--image: WanImageToVideoPipeline needs an input image")],
 }

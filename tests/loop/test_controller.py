@@ -157,7 +157,7 @@ def test_corrector_brings_multistep_runs_to_their_end(solver, monkeypatch):
 
 def test_an_output_that_hardly_lasts_corrects_nothing():
     """Correcting the whole error at the end would mean large errors until then."""
-    loop, update = Loop(**{"forecast": {"method": "newton", "order": 1, "corrector": True}}), 6
+    loop, update = Loop(forecast={"method": "newton", "order": 1, "corrector": True}), 6
     *before, end = FakeClock.moves
     loop.clock.moves = [*before, [0.05 * move if step == update else move for step, move in enumerate(end)]]
     for step in range(STEPS):
@@ -171,7 +171,7 @@ def test_corrector_knows_what_the_model_answers_to_shifted_latents(order, monkey
     """If outputs depend on the latents as growth says, the latents stay nearer than without the response."""
 
     def farthest() -> float:
-        loop = Loop(**{"forecast": {"method": "newton", "order": order, "corrector": True}})
+        loop = Loop(forecast={"method": "newton", "order": order, "corrector": True})
         latents = exact = worst = 0.0
         known = responses([1 - i / STEPS for i in range(STEPS)])
         for step in range(STEPS):

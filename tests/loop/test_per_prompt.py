@@ -131,12 +131,9 @@ def test_parts_of_perturbed_attention_guidance_stay_together(name, guidance, see
         asked = {"prompt": [PROMPTS[row] for row in rows], "negative_prompt": [""] * len(rows)}
         if embeddings is not None:
             asked = of_rows(embeddings, rows)
-        latents = pipe(
-            **asked,
-            **{"height": 64, "width": 64, "num_inference_steps": STEPS, "output_type": "latent"},
-            **{"guidance_scale": guidance, "pag_scale": 3.0, "return_dict": False},
-            generator=[torch.Generator().manual_seed(seeds[row]) for row in rows],
-        )[0]
+        asked |= {"height": 64, "width": 64, "num_inference_steps": STEPS, "guidance_scale": guidance, "pag_scale": 3.0}
+        noise = [torch.Generator().manual_seed(seeds[row]) for row in rows]
+        latents = pipe(**asked, generator=noise, output_type="latent", return_dict=False)[0]
         report = pipe.dit_accel.report()
         assert not any("computed together" in note for note in report.notes)
         return latents, torch.tensor(report.density[0])

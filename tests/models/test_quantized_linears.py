@@ -178,7 +178,7 @@ def test_layers_stay_unchanged_where_8_bits_are_slower(monkeypatch, milliseconds
     assert distance(first, plain) > 0 and torch.equal(second, plain) == is_slower
     remark = "linear layers unchanged in float32, in which a call takes 170 ms instead of 300 ms in int8"
     assert (remark in pipe.dit_accel.report().notes) == is_slower
-    tiny_output(pipe, "flux", steps=1, **{"width": 64, "height": 32})
+    tiny_output(pipe, "flux", steps=1, width=64, height=32)
     assert resting[-1] is False  # another size is timed by itself
     restore_pipeline(pipe)
     assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)

@@ -23,9 +23,14 @@ def build_sd3(dual_attention_layers=()):
         **encoders.t5("_3"),
         transformer=diffusers.SD3Transformer2DModel(
             **SIZES,
-            **{"sample_size": 32, "in_channels": flux.LATENT_CHANNELS, "out_channels": flux.LATENT_CHANNELS},
-            **{"joint_attention_dim": encoders.FEATURES, "pooled_projection_dim": encoders.FEATURES},
-            **{"caption_projection_dim": 96, "qk_norm": "rms_norm", "dual_attention_layers": dual_attention_layers},
+            sample_size=32,
+            in_channels=flux.LATENT_CHANNELS,
+            out_channels=flux.LATENT_CHANNELS,
+            joint_attention_dim=encoders.FEATURES,
+            pooled_projection_dim=encoders.FEATURES,
+            caption_projection_dim=96,
+            qk_norm="rms_norm",
+            dual_attention_layers=dual_attention_layers,
         ),
     )
 
@@ -50,13 +55,22 @@ def build_cogvideox():
     return diffusers.CogVideoXPipeline(
         **encoders.t5(),
         vae=diffusers.AutoencoderKLCogVideoX(
-            **{"block_out_channels": (8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4},
-            **{f"{way}_block_types": (f"CogVideoX{way.title()}Block3D",) * 3 for way in ("down", "up")},
+            block_out_channels=(8, 8, 8),
+            latent_channels=4,
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("CogVideoXDownBlock3D",) * 3,
+            up_block_types=("CogVideoXUpBlock3D",) * 3,
         ),
         transformer=diffusers.CogVideoXTransformer3DModel(
             **SIZES,
-            **{"in_channels": 4, "out_channels": 4, "text_embed_dim": encoders.FEATURES},
-            **{"sample_height": 16, "sample_width": 14, "sample_frames": 9, "max_text_seq_length": TEXT_TOKENS},
+            in_channels=4,
+            out_channels=4,
+            text_embed_dim=encoders.FEATURES,
+            sample_height=16,
+            sample_width=14,
+            sample_frames=9,
+            max_text_seq_length=TEXT_TOKENS,
             use_rotary_positional_embeddings=True,
         ),
         scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
@@ -73,7 +87,9 @@ def build_mochi():
         ),
         **encoders.t5(),
         transformer=diffusers.MochiTransformer3DModel(
-            **{**SIZES, "pooled_projection_dim": encoders.FEATURES, "text_embed_dim": encoders.FEATURES},
+            **SIZES,
+            pooled_projection_dim=encoders.FEATURES,
+            text_embed_dim=encoders.FEATURES,
             max_sequence_length=TEXT_TOKENS,
         ),
     )
@@ -83,10 +99,15 @@ def build_ltx():
     return diffusers.LTXPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=diffusers.AutoencoderKLLTXVideo(
-            **{"latent_channels": 8, "block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)},
-            **{"layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1)},
-            **{"spatio_temporal_scaling": (True, False), "decoder_spatio_temporal_scaling": (True, False)},
-            **{"down_block_types": ("LTXVideoDownBlock3D",) * 2, "decoder_inject_noise": (False, False, False)},
+            latent_channels=8,
+            block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1),
+            spatio_temporal_scaling=(True, False),
+            decoder_spatio_temporal_scaling=(True, False),
+            down_block_types=("LTXVideoDownBlock3D",) * 2,
+            decoder_inject_noise=(False, False, False),
         ),
         **encoders.t5(),
         transformer=diffusers.LTXVideoTransformer3DModel(

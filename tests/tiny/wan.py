@@ -37,8 +37,12 @@ def build(*, picture: bool = False, image_encoder: bool = False, experts: int = 
     components = {
         **encoders.t5(model="UMT5"),
         "vae": diffusers.AutoencoderKLWan(
-            **{"base_dim": 8, "dim_mult": [1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True]},
-            **{"scale_factor_spatial": 4, "scale_factor_temporal": TEMPORAL_FACTOR},
+            base_dim=8,
+            dim_mult=[1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            scale_factor_spatial=4,
+            scale_factor_temporal=TEMPORAL_FACTOR,
         ),
         "scheduler": diffusers.UniPCMultistepScheduler(**steps),
         "transformer": transformer(),

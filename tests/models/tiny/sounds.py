@@ -14,7 +14,11 @@ def longcat_audio():
             dit_dim=64, dit_depth=2, dit_heads=2, dit_text_dim=encoders.FEATURES, latent_dim=8
         )
         vae = diffusers.LongCatAudioDiTVae(
-            **{"channels": 16, "c_mults": [1, 2], "strides": [2], "latent_dim": 8, "encoder_latent_dim": 16},
+            channels=16,
+            c_mults=[1, 2],
+            strides=[2],
+            latent_dim=8,
+            encoder_latent_dim=16,
             downsampling_ratio=2,
             sample_rate=100,
         )

@@ -230,10 +230,13 @@ def diffusion_forcing():
 def anyflow_far():
     """A video is made chunk by chunk; each call returns its keys and values with its prediction."""
     transformer = diffusers.AnyFlowFARTransformer3DModel(
-        **{"compressed_patch_size": (1, 4, 4), "full_chunk_limit": 3, "num_attention_heads": 2},
-        **{"attention_head_dim": 24, "text_dim": WIDTH, "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 32},
-        **{"chunk_partition": (1, 1, 1), "in_channels": 16, "out_channels": 16, "patch_size": (1, 2, 2)},
-        **{"cross_attn_norm": True, "gate_value": 0.25, "deltatime_type": "r"},
+        num_attention_heads=2,
+        attention_head_dim=24,
+        text_dim=WIDTH,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=32,
+        chunk_partition=(1, 1, 1),
     )
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True]

@@ -254,7 +254,6 @@ TO_GPU = 'pipe.to("cuda")'
         ("wan", {"gpus": 4}, "--parallel ulysses=2,branches=2 ", "one GPU"),
         ("black-forest-labs/FLUX.1-dev", {"gpu": "a5000"}, "-8bit --set linear.weights=host --prompt", "pu_offload("),
         ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "in host memory (31 GiB of weights)", TO_GPU),
-        ("black-forest-labs/FLUX.1-dev", {"gpu": "4080"}, "--set linear.weights=host", "generate --compare"),
         ("FLUX.2-klein-4B", {"gpu": "4080"}, "8 bits all of it fits; in bf16 use --offload model.", "pu_offload("),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "4090"}, 'balanced-8bit", linear={"weights": "host"})', TO_GPU),
         ("black-forest-labs/FLUX.2-klein-4B", {"gpu": "4070"}, "8 bits each component waits", "--compare --m"),
@@ -262,7 +261,6 @@ TO_GPU = 'pipe.to("cuda")'
         ("black-forest-labs/FLUX.2-klein-9B", {"gpu": "4070"}, "--offload group", TO_GPU),
         ("krea/Krea-2-Raw", {"gpu": "4090", "quantized": True}, OFFLOAD, "8bit"),
         ("Tongyi-MAI/Z-Image-Turbo", {"gpu": "3060"}, "8bit --set linear.weights=host", "--offload group -"),
-        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", {"gpu": "3060"}, "--offload group", TO_GPU),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "a100"}, TO_GPU, "--offload"),
         ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {"gpu": "l40s"}, OFFLOAD, TO_GPU),
         ("wan2.2", {"gpu": "5090"}, "so Wan-AI/Wan2.2-T2V-A14B-Diffusers is counted", TO_GPU),
@@ -326,11 +324,9 @@ def test_bad_arguments_are_printed(wrong):
     {
         "sdxl": "a UNet can't be accelerated",
         "fal/FLUX.2-dev-Turbo": "has LoRAs: .* its base, black-forest-labs/FLUX.2-dev",
-        "Kwai-Kolors/Kolors": "a UNet can't be accelerated",
         "hunyuan": "did you mean demo-hunyuan or hunyuan_video or hunyuan_video15 or hunyuan_image?",
         "flx": "did you mean flux or flux2 or flux3?",
         "FLUX.1-dve": "did you mean black-forest-labs/FLUX.1-dev?",
-        "Qwen/Qwen-Imgae-Edit": "did you mean Qwen/Qwen-Image-Edit?",
         "city96/FLUX.1-dev-gguf": "has GGUF files: .*, black-forest-labs/FLUX.1-dev",
         "InstantX/Qwen-Image-ControlNet-Union": "a part of a pipeline: .* the original, Qwen/Qwen-Image",
         "nunchaku-tech/nunchaku-qwen-image": "nunchaku.*, Qwen/Qwen-Image",
@@ -341,9 +337,7 @@ def test_bad_arguments_are_printed(wrong):
         "Lightricks/LTX-2.3": "a copy in that format, diffusers/LTX-2.3-Diffusers",
         "nvidia/Cosmos-Predict2.5-2B": "in revisions, such as diffusers/base/post-trained: .* its folder",
         "tencent/HunyuanImage-3.0": "has no pipeline in diffusers: use HunyuanImage 2.1",
-        "Wan-AI/Wan2.1-T2V-14B": "that format, Wan-AI/Wan2.1-T2V-14B-Diffusers",
         "lightx2v/Qwen-Image-Lightning": "has LoRAs: name one with --lora, and as the model its base, Qwen/Qwen-Image",
-        "Wan2.2-Lightning": "has LoRAs: .* its base",
     }.items(),
 )
 def test_models_that_cannot_load_get_advice(model, advice):
