@@ -1,6 +1,7 @@
 """Lower bound on the memory of a run, from the size of its output, so that nothing that fits is refused."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,9 @@ def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the size of a run in words, and the bytes that it needs at least; 0 = unknown."""
+    """Return the size of a run in words, and the bytes that each of its prompts needs at least; 0 = unknown."""
+    from dit_accel.stages.decode import PAGES, FusedDecode
+
     transformers = list(denoisers(pipe).values())
     names = ("height", "width", "num_frames", "num_images_per_prompt")
     height, width, frames, images = (call_number(pipe, arguments, name) for name in names)
@@ -51,18 +54,14 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
         4 * tokens * channels * images * itemsize,  # queries, keys, values and the stream that attention adds to
         3 * 4 * frames * height * width * images,  # the output in float32
     ]
-    if pipe._execution_device.type == "cpu" and not getattr(vae, "use_tiling", False):
-        (first, *_) = getattr(getattr(vae, "config", None), "block_out_channels", None) or (0,)
-        needed.append(2 * first * height * width * itemsize)  # in and out of the decoder's last block
+    in_parts = getattr(vae, "use_tiling", False) or getattr(vae, "use_slicing", False)
+    is_plain = isinstance(arguments.get("prompt"), list) and FusedDecode.on(vae) is None  # fused, it may turn to tiles
+    if (is_plain or pipe._execution_device.type == "cpu") and not in_parts:
+        config = getattr(vae, "config", None)
+        (first, *_) = getattr(config, "block_out_channels", None) or (getattr(config, "base_dim", 0),)
+        peak = getattr(PAGES.get(type(vae).__name__), "PEAKS", ((math.inf,),))[-1][0] / scale**2  # as measured
+        needed.append(int(min(2 * first, peak / USUAL) * height * width) * itemsize)  # of the decoder's last block
     return f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else ""), max(needed)
-
-
-def chunks(pipe: Any, arguments: Mapping[str, Any]) -> int:
-    """Return in how many chunks a call denoises its video, one after another; 1 if that is not known."""
-    sizes = (call_number(pipe, arguments, name) for name in ("num_latent_frames_per_chunk", "latent_window_size"))
-    size, frames = next(filter(None, sizes), None), call_number(pipe, arguments, "num_frames")
-    unit = first_whole(pipe, "vae_scale_factor_temporal")
-    return -(-frames // ((size - 1) * unit + 1)) if size and frames and unit else 1  # as Helios and Framepack count
 
 
 def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:

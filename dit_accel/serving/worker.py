@@ -17,7 +17,7 @@ from rich.console import Console
 from dit_accel.errors import ArgumentError, PresetError, UnsupportedError
 from dit_accel.serving.deadlines import Busy, Times, contract_of
 from dit_accel.serving.engine import Loaded, Made, VideoForm, made_alone
-from dit_accel.serving.estimates import chunks, first_whole
+from dit_accel.serving.estimates import first_whole
 from dit_accel.serving.loras import NamedLoras, require_named
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.pipelines import Setup, call_arguments, open_pipeline, start_pipeline, timed_call
@@ -113,6 +113,8 @@ class Worker:
         at_step_end: Callable[..., dict[str, Any]] | None = None,
     ) -> Output:
         """Call the pipeline once, for jobs that share their settings; ``at_step_end`` is the call's callback."""
+        from dit_accel.models.families import chunks
+
         arguments = self._arguments(batch)
         if self._loras is not None:
             self._loras.use(batch[0].settings.get("loras", {}))

@@ -1,10 +1,14 @@
 """Memory of a run, estimated before it starts."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.models import free_memory
-from dit_accel.serving.estimates import chunks, estimated, require_memory
+from dit_accel.models.families import chunks
+from dit_accel.serving.estimates import GIB, USUAL, estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
 from dit_accel.tools.steps import watched_steps
 from tests.tiny import tiny_inputs, tiny_pipeline
@@ -37,6 +41,17 @@ def test_a_batch_is_counted_by_its_samples_and_the_free_memory(monkeypatch):
     require_memory(pipe, sizes | {"prompt": ["a fox"] * 3})
     with pytest.raises(OutOfMemoryError, match=r"4 of 64 × 64 pixels need about .* are free; use a smaller batch"):
         require_memory(pipe, sizes | {"prompt": ["a fox"] * 4})
+
+
+def test_a_plain_batch_counts_its_decoding_as_measured(monkeypatch):
+    """In bf16, 2.4 GiB for each FLUX image of 1024² (decoding.json); less if each is decoded by itself."""
+    pipe, asked = tiny_pipeline("flux").to(torch.bfloat16), {"height": 1024, "width": 1024, "prompt": ["a fox"] * 4}
+    config = SimpleNamespace(block_out_channels=(128, 256, 512, 512))
+    pipe.vae, pipe.vae_scale_factor = type("AutoencoderKL", (), {"config": config})(), 8
+    monkeypatch.setattr(type(pipe), "_execution_device", torch.device("cuda"))
+    assert USUAL * estimated(pipe, asked)[1] / GIB == pytest.approx(2.377, abs=1e-3)
+    pipe.vae.use_slicing = True
+    assert USUAL * estimated(pipe, asked)[1] / GIB < 0.1
 
 
 def test_chunks_of_a_video_are_counted_as_its_pipeline_does():

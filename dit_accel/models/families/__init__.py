@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,3 +41,14 @@ def pipeline_family(pipe: Any) -> Family | None:
     """Return the family of a pipeline's transformers; None = unknown, or they belong to several families."""
     known = {known_family(transformer) for transformer in denoisers(pipe).values()}
     return known.pop() if len(known) == 1 else None
+
+
+def chunks(pipe: Any, arguments: Mapping[str, Any]) -> int:
+    """Return in how many chunks a call denoises its video, one after another; 1 if that is not known."""
+    values = {name: item.default for name, item in inspect.signature(pipe.__call__).parameters.items()}
+    values |= {name: value for name, value in arguments.items() if value is not None}
+    size = values.get("num_latent_frames_per_chunk") or values.get("latent_window_size")  # of Helios, and of FramePack
+    frames, unit = values.get("num_frames"), getattr(pipe, "vae_scale_factor_temporal", None)
+    if not all(isinstance(number, int) and number > 0 for number in (size, frames, unit)):
+        return 1
+    return -(-frames // ((size - 1) * unit + 1))
