@@ -60,10 +60,8 @@ SEQUENCES = {  # by tiny pipeline
     "kandinsky5": Sequence(r"visual_transformer_blocks\.\d+\.self_attention", 144),
 }
 TOLERANCE = {"kandinsky5": 5e-3}  # which rotates in bfloat16; else 1e-5
-INEXACT = {  # memory where blocks differ: a second attention, parts, queries
-    **{"sd3": 0.5, "sd35": 0.35, "prx": 0.1},
-    **{"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1, "qwen-image-21": 0.1, "helios": 0.25},
-}
+INEXACT = {"sd3": 0.5, "sd35": 0.35, "prx": 0.1}  # memory where blocks differ: a second attention, parts, queries
+INEXACT |= {"ltx2": 0.02, "mochi": 0.06, "wan-vace": 0.1, "qwen-image-21": 0.1, "helios": 0.25}
 PADDED = {  # arguments with the padding
     "qwen-image": "encoder_hidden_states_mask",
     "mochi": "encoder_attention_mask",

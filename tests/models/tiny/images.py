@@ -210,7 +210,10 @@ def glm_image():
         **FOUR_CHANNELS,
         num_layers=2,
         **HEADS,
-        **{"text_embed_dim": WIDTH, "time_embed_dim": 32, "condition_dim": 8, "prior_vq_quantizer_codebook_size": 16},
+        text_embed_dim=WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=16,
     )
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))

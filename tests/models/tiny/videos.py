@@ -16,11 +16,9 @@ from tests.tiny.inputs import random_picture
 H3_SHIFTS = {"": 12.0, "audio_": 3.0}
 H3_VIDEO, H3_AUDIO = (24, 16), (10, 8)  # tokens and channels of MiniMax-H3's latents
 
-H3_SIZES = {
-    **{"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 48, "num_layers": 2, "ffn_dim": 64},
-    **{"num_refiner_layers": 1, "text_dim": WIDTH, "freq_dim": 16, "time_embed_hidden_dim": 32, "time_embed_dim": 16},
-    "rope_freq_dim": 4,
-}
+H3_SIZES = {"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 48, "num_layers": 2, "ffn_dim": 64}
+H3_SIZES |= {"num_refiner_layers": 1, "text_dim": WIDTH, "freq_dim": 16, "rope_freq_dim": 4}
+H3_SIZES |= {"time_embed_hidden_dim": 32, "time_embed_dim": 16}
 
 
 def kandinsky5():
@@ -165,7 +163,7 @@ def wan_parts() -> dict:
 
 
 WAN = {**SIZES, "num_attention_heads": 2, "text_dim": WIDTH, "ffn_dim": 128, "rope_max_seq_len": 64}
-WAN_CALL = {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), **{"height": 64, "width": 48, "guidance_scale": 5.0}}
+WAN_CALL = {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), "height": 64, "width": 48, "guidance_scale": 5.0}
 
 
 def wan_vace():
