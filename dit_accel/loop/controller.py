@@ -21,7 +21,7 @@ from dit_accel.loop.growth import bends, error_weights, log_odds, responses
 from dit_accel.loop.interval import IntervalGap, IntervalLoop
 from dit_accel.loop.outputs import LoopPerOutput
 from dit_accel.loop.report import RunReport
-from dit_accel.loop.rows import Rows, join_rows, take_rows
+from dit_accel.loop.rows import join_rows, take_rows
 from dit_accel.loop.timing import CallParts, Stopwatch, stopwatch_of
 from dit_accel.loop.tracker import Clock, Place, StepMode, Tick
 from dit_accel.loop.trajectory import Trajectory
@@ -85,6 +85,7 @@ class Controller:
         self._accounts = Accounts(self.report, self.preset.memory.budget_gib)
         self.branches = Branches(self.preset, *RULES[self.preset.schedule.rule], self.report)
         self._trajectory = Trajectory()
+        self._unread: list[Call] = []  # whose measurements the next call reads
 
     @property
     def last_symbols(self) -> dict[str, SparseSymbols]:
@@ -93,6 +94,7 @@ class Controller:
 
     def read_report(self) -> RunReport:
         """Return the report with all times read, which waits for the GPU."""
+        self.settle()
         self._accounts.read_times()
         seconds = self.parts.seconds()
         if self.report.steps and any(name in seconds for name in self._layers):  # otherwise they belong to a later call
@@ -101,6 +103,7 @@ class Controller:
 
     def release(self) -> None:
         """Free the caches of a finished run; its report stays, and its symbols move to the host."""
+        self.settle()
         self.parts.end()
         self._trajectory = Trajectory()
         self.branches.drop()
@@ -117,11 +120,7 @@ class Controller:
 
     @contextmanager
     def calling(self, described: Description) -> Iterator[Call]:
-        """Begin a transformer call and end it; if the call raises, drop the run's caches.
-
-        Raises:
-            MemoryBudgetError: the run's branches together exceed the preset's budget.
-        """
+        """Run :meth:`begin` and :meth:`end` of a transformer call; if it raises, drop the run's caches."""
         call = self.begin(described)
         try:
             yield call
@@ -139,14 +138,14 @@ class Controller:
         elapsed = stopwatch_of(described.timestep)
         self.parts.enter(described.transformer, elapsed)
         try:
+            items = described.conditions() if self._forecasts else {}  # before what waits for the device
+            self.settle()
             tick = self._follow(described.timestep, described.place)
-            # while the device works, because the look at the latents waits for it
-            items = described.conditions() if self.may_forecast else {}
             if self.may_forecast:
                 changes = self.branches.course.responses
                 if self._trajectory.is_replaced(tick.step, described.latents, changes[tick.step] if changes else 1.0):
                     self.branches.drop("latents changed")
-            return self._decide_mode(described, items, tick, elapsed)
+            return self._decide_mode(described, items if self.may_forecast else {}, tick, elapsed)
         except BaseException:
             self.abort()
             raise
@@ -162,11 +161,13 @@ class Controller:
 
     def abort(self) -> None:
         """End a transformer call that has raised, and drop the run's caches."""
+        self._unread.clear()
         self.branches.drop()
         self.parts.leave()
 
     def stand_aside(self, timestep: torch.Tensor | float | None, reason: str) -> None:
         """Note a call that runs without the loop, even outside of a run, and drop the run's caches."""
+        self.settle()
         with suppress(UnsupportedError):  # a training loop has timesteps of its own
             if timestep is not None:
                 self._follow(timestep)
@@ -182,12 +183,12 @@ class Controller:
             return self.leave(loops[0].forecast(call.tick.step))
         return self.leave(_joined(loops, [loop.forecast(call.tick.step) for loop in loops]))
 
-    def observe(self, call: Call, output: Output, used: Callable[[torch.Tensor, Rows], torch.Tensor]) -> Output:
+    def observe(self, call: Call, output: Output, used: Callable[..., torch.Tensor]) -> Output:
         """Pass the transformer's output to the loops that compute.
 
         Args:
             output: the tensors of the output, batch first, for the samples ``call.computed_rows``.
-            used: selects the tokens of an output tensor that the pipeline uses; it gets the tensor and its samples.
+            used: selects the tokens of an output tensor that the pipeline uses; it gets the tensor and its `rows`.
 
         Returns:
             The output of the whole batch, with which the pipeline continues: forecasts for samples that don't compute,
@@ -203,7 +204,7 @@ class Controller:
                 continue
             positions = loop.rows if rows is None or loop.rows is None else [rows.index(row) for row in loop.rows]
             part = output if positions is None else tuple(take_rows(tensor, positions) for tensor in output)
-            parts.append(loop.observe(step, part, _of_rows(used, loop.rows)))
+            parts.append(loop.observe(step, part, partial(used, rows=loop.rows)))
             call.measure(loop.measured, partial(self._decide, step, loop, place))
         return self.leave(_joined(call.branch.loops, parts))
 
@@ -228,6 +229,17 @@ class Controller:
             self.branches.allow(self._deadline.left(call.tick.steps - call.tick.step - 1))
         for measured, take in call.measured:
             take(list(islice(values, sum(number.numel() for number in measured))))
+
+    def read_later(self, call: Call) -> None:
+        """Read the measurements of a call when the next one begins; at once if its time counts for a deadline."""
+        self._unread.append(call)
+        if self._deadline is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read the measurements that the latest call has left unread."""
+        while self._unread:
+            self.read(self._unread.pop())
 
     def warn_of_all_runs(self, remark: str) -> None:
         """Warn, and note the remark in the reports of this run and all later runs."""
@@ -314,10 +326,6 @@ def _course_of(tick: Tick, coordinate: str) -> Course:
     coordinates, sigmas, moves = tick.coordinates(coordinate), tick.sigmas, tick.moves
     changes = responses(sigmas, moves)
     return Course(coordinates, error_weights(sigmas), moves, changes, bends(sigmas), log_odds(sigmas), further)
-
-
-def _of_rows(used: Callable[[torch.Tensor, Rows], torch.Tensor], rows: Rows) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: used(tensor, rows)
 
 
 def _joined(loops: Sequence[ClosedLoop | LoopPerOutput], parts: Sequence[Output]) -> Output:

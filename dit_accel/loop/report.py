@@ -233,9 +233,8 @@ class RunReport:
         computed = [step.seconds for step in self.steps if step.mode != "dispatch"]
         if not forecast or not computed:
             return ""
-        return (
-            f" ({len(computed)} computed steps {sum(computed):.2f} s, {len(forecast)} forecast {sum(forecast):.2f} s)"
-        )
+        times = f"{len(computed)} computed steps {sum(computed):.2f} s, {len(forecast)} forecast {sum(forecast):.2f} s"
+        return f" ({times})"
 
     def _seconds_by_part(self) -> str:
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.parts.items())

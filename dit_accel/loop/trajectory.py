@@ -41,16 +41,13 @@ class Trajectory:
         """
         if step == self._step:
             return False
-        shapes = [tensor.shape for tensor in latents]
-        follows = step == self._step + 1 and [stream.shape for stream in self._streams] == shapes
+        follows = step == self._step + 1 and [item.shape for item in self._streams] == [item.shape for item in latents]
         self._step = step
         if not follows:
             self._streams = [LatentStream(tensor) for tensor in latents]
             return False
-        is_replaced = False
-        for stream, tensor in zip(self._streams, latents, strict=True):
-            is_replaced |= stream.is_replaced(tensor, response)
-        return is_replaced
+        found = [stream.is_replaced(tensor, response) for stream, tensor in zip(self._streams, latents, strict=True)]
+        return any(found)
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the outputs ``[B, …]`` of a call of the step, with which the pipeline continues."""

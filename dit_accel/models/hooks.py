@@ -87,13 +87,11 @@ def parameter_names(module: torch.nn.Module) -> list[str]:
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a model and all modules in it, level by level, in a third of the time that ``modules()`` takes."""
-    found, modules = {model}, [model]
-    for module in modules:  # which grow
-        for child in module._modules.values():
-            if child is not None and child not in found:
-                found.add(child)
-                modules.append(child)
-    return modules
+    found = level = {model: None}
+    while level := {child: None for module in level for child in module._modules.values() if child not in found}:
+        level.pop(None, None)  # the place of a module that is left out
+        found |= level
+    return [*found]
 
 
 def register_hook(module: torch.nn.Module, hook: Hook, name: str = HOOK_NAME) -> None:

@@ -200,7 +200,10 @@ class Session:
         elif tensors:
             going_on = run.observe(call, tensors, partial(driver.used, arguments))
             output = output if going_on is tensors else _nested(call.branch.structure, going_on)
-        run.read(call, partial(agreed, driver.transformer))
+        if driver.works_inside or call.tick.is_last or is_shared(driver.transformer):
+            run.read(call, partial(agreed, driver.transformer))
+        else:
+            run.read_later(call)
         return output
 
     def release(self) -> None:

@@ -194,7 +194,7 @@ def test_replayed_calls_stay_in_8_bits():
     for compute in (lambda: None, replay, lambda: None):
         trial.run("kind", torch.device("cuda"), report, compute)
         assert not trial.is_timing("kind")
-    assert trial.slower("kind") is None
+    assert trial.slower["kind"] is None
 
 
 def test_blocks_of_our_own_round_in_the_op_before_a_product(monkeypatch):

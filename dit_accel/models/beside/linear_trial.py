@@ -27,19 +27,16 @@ class LinearTrial:
     def __init__(self, stopwatch: Callable[[torch.device], Stopwatch] = stopwatch_on) -> None:
         self._stopwatch = stopwatch
         self._seconds: dict[Hashable, list[float]] = {}  # of the calls of a kind, in their order
-        self._slower: dict[Hashable, tuple[float, float] | None] = {}  # decided: seconds of both, if 8 bits are slower
+        # by kind, once it is decided: seconds of a call in 8 bits and of one without, if 8 bits are slower
+        self.slower: dict[Hashable, tuple[float, float] | None] = {}
 
     def is_timing(self, kind: Hashable) -> bool:
         """Return True if the next call of this kind is timed with unchanged layers."""
-        return kind not in self._slower and len(self._seconds.get(kind, ())) >= IN_8_BITS
-
-    def slower(self, kind: Hashable) -> tuple[float, float] | None:
-        """Return the seconds of a call in 8 bits and of one without, if 8 bits are slower."""
-        return self._slower.get(kind)
+        return kind not in self.slower and len(self._seconds.get(kind, ())) >= IN_8_BITS
 
     def is_over(self, kind: Hashable, device: torch.device) -> bool:
         """Return True if calls of this kind are not timed, or no longer."""
-        return kind in self._slower or device.type not in TIMED
+        return kind in self.slower or device.type not in TIMED
 
     def run(self, kind: Hashable, device: torch.device, report: RunReport, compute: Callable[[], Any]) -> Any:
         if self.is_over(kind, device):
@@ -49,10 +46,10 @@ class LinearTrial:
         seconds = self._seconds.setdefault(kind, [])
         seconds.append(stop()())
         if report.replayed != replayed:
-            self._slower[kind] = None
+            self.slower[kind] = None
         elif len(seconds) > IN_8_BITS:
             pair = seconds[IN_8_BITS - 1], seconds[-1]
             is_slower = pair[0] > SLOWER * pair[1]
             if is_slower or len(seconds) == IN_8_BITS + UNCHANGED:
-                self._slower[kind] = pair if is_slower else None
+                self.slower[kind] = pair if is_slower else None
         return output

@@ -183,7 +183,7 @@ class QuantizedLinears:
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
         """Choose how the call runs."""
         self._call = run, version
-        self._kind, slower, self.dtype = kind, self._trial.slower(kind), dtype_for(self._section, self._device)
+        self._kind, slower, self.dtype = kind, self._trial.slower.get(kind), dtype_for(self._section, self._device)
         if not self._can_move and run is not self._run and run is not self._crowded and self._is_short(self._device):
             self._crowded = run
             self._note(CROWDED)
