@@ -89,9 +89,9 @@ class LatentStream:
             # Latents with reference tokens, masks or images, and outputs with variances, begin with what they share.
             self._shared = tuple(map(slice, map(min, self._latents.shape, output.shape)))
             self._samples = [self._sample(self._latents)]
-        sample = self._sample(output)
-        if sample.shape == self._samples[0].shape:
-            self._samples.append(sample)
+        sample, known = self._sample(output), self._samples[0]
+        if sample.shape[1] == known.shape[1] and not len(known) % len(sample):  # guidance may call with a part of it
+            self._samples.append(sample.repeat(len(known) // len(sample), 1))
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return evenly spaced entries of a tensor, float32 ``[B, entries]``, as a copy."""

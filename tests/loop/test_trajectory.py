@@ -72,6 +72,18 @@ def test_each_step_and_each_sample_is_compared(step):
     assert replacements(pasted(1.0, [step])) == replacements(edit) == [step + 1]
 
 
+def test_a_call_with_a_part_of_the_batch_counts():
+    """As in LTX-2: both parts of guidance are a batch, and a call with perturbed attention gets the latents once."""
+    trajectory, latents, found = Trajectory(), drawn((1, 96, 16), 0), []
+    for step, (sigma, after) in enumerate(pairwise(SIGMAS)):
+        pair, perturbed = drawn((2, 96, 16), 1), drawn((1, 96, 16), 2 + step)
+        found.append(trajectory.is_replaced(step, [latents.repeat(2, 1, 1)], 1.0))
+        trajectory.leave([pair])
+        trajectory.leave([perturbed])
+        latents = latents + (after - sigma) * (3 * pair[:1] - 2 * pair[1:] + (5.0 if step == 6 else 0.1) * perturbed)
+    assert not any(found)
+
+
 EDITS = {
     "noise": lambda step, sigma, latents: latents + 0.02 * drawn(latents.shape, 50 + step),
     "blend": lambda step, sigma, latents: latents + 0.1 * (line(sigma, latents.shape) - latents) * (step > 0),
