@@ -105,9 +105,9 @@ class LoadingOptions:
         "Data type of weights and activations.", show_default="bfloat16 on CUDA, otherwise float32"
     )
     device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if available, otherwise cpu")
-    offload: Literal["none", "model", "group", "sequential"] = option(
-        "Keep weights in host memory, and move whole models, blocks of the transformer (group), or single layers "
-        "(sequential, slow), to the GPU when they run.",
+    offload: Literal["none", "text", "model", "group", "sequential"] = option(
+        "Keep weights in host memory, and move layers of text encoders (text), whole models, blocks of the transformer "
+        "(group), or single layers (sequential, slow), to the GPU when they run.",
         default="none",
     )
     lora: list[str] | None = option(

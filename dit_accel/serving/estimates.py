@@ -10,14 +10,13 @@ from dit_accel.models import denoisers
 
 TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
 USUAL = 6  # tensors of a step, as tools/advise/memory counts them, over those of the lower bound
-GIB = 2**30
 
 
 def require_memory(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Raise an error if the memory can't hold a run, or the free memory probably can't hold a batch of prompts."""
     from torch.cuda import get_device_properties
 
-    from dit_accel.models.free_memory import read_host_memory, read_memory
+    from dit_accel.models.free_memory import GIB, read_host_memory, read_memory
 
     size, needed = estimated(pipe, arguments)
     place, prompts = getattr(pipe, "_execution_device", None), arguments.get("prompt")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Loading:
     device: str | None = None  # None = the GPU if there is one
     dtype: str | None = None  # None = bfloat16 on a GPU, else float32
-    offload: str = "none"  # or the unit of weights that moves to the GPU when it runs: model, group, sequential
+    offload: str = "none"  # or what moves to the GPU when it runs: text, model, group, sequential
     loras: Mapping[str, float] = field(default_factory=dict)  # weight by path or id
     quantize: str | None = None  # float8 or int8
     named_loras: Mapping[str, str] = field(default_factory=dict)  # path or id by the name that jobs use
@@ -38,7 +38,7 @@ class Loading:
             raise ArgumentError("loras", "can't be used with --lora and --quantize, where --lora stays a layer")
         require_extra("torchao", "--quantize")
         if self.offload == "sequential":
-            raise ArgumentError("offload", "must be none, model or group with --quantize, whose layers move together")
+            raise ArgumentError("offload", "must be none, text, model or group with --quantize")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -77,16 +77,19 @@ def load_pipeline(
         load_loras(pipe, how.loras)
         if how.quantize is not None:
             quantize(pipe, how.quantize, place)
-        if how.offload == "group":
-            _offload_groups(pipe, place)
-        elif how.offload != "none":
-            if (offload := getattr(pipe, f"enable_{how.offload}_cpu_offload", None)) is None:
-                raise ArgumentError("offload", f"must be group for {type(pipe).__name__}, got {how.offload}")
-            offload(device=place)
-        else:
-            if before_move is not None:
-                before_move(pipe)
+        if how.offload in ("none", "text") and before_move is not None:
+            before_move(pipe)
+        enable = getattr(pipe, f"enable_{'group' if how.offload == 'text' else f'{how.offload}_cpu'}_offload", None)
+        if how.offload == "none":
             pipe.to(place)
+        elif how.offload == "group":
+            _offload_groups(pipe, place)
+        elif enable is None:
+            raise ArgumentError("offload", f"must be none or group for {type(pipe).__name__}, got {how.offload}")
+        elif how.offload == "text":  # a stream uploads the next layers
+            enable(place, offload_type="leaf_level", use_stream=True, exclude_modules=[*denoisers(pipe), "vae"])
+        else:
+            enable(device=place)
     pipe.set_progress_bar_config(disable=console.quiet)
     return pipe
 
@@ -132,12 +135,10 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
     transformers = denoisers(pipe)
     for name, transformer in transformers.items():
         if not getattr(transformer, "_supports_group_offloading", False):
-            kind = type(transformer).__name__
-            raise ArgumentError("offload", f"group can't move the blocks of the model's {name}, {kind}; use model")
+            raise ArgumentError("offload", f"group can't move the {name}, {type(transformer).__name__}; use model")
         transformer.enable_group_offload(place, num_blocks_per_group=1, use_stream=True)
-    moved = [id(module) for module in transformers.values()]
     for part in pipe.components.values():
-        if not isinstance(part, torch.nn.Module) or id(part) in moved:
+        if not isinstance(part, torch.nn.Module) or part in transformers.values():
             continue
         if getattr(part, "_supports_group_offloading", True):
             apply_group_offloading(part, place, offload_type="leaf_level")

@@ -5,7 +5,8 @@
     python -m scripts.bench.recommended --tiny                        # the same calls on the CPU, where nothing moves
 
 The process may allocate no more than such a card leaves. A row has the peak by count and the measured one. Calls have
-at most fourteen steps, after two on the whole GPU that load kernels; the seconds of all are calculated from them.
+at most fourteen steps, after two on the whole GPU that load kernels; the seconds of all are calculated from them. A row
+has those of the second call, with another prompt, because the first also rounds weights; of the first if it took long.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from dit_accel.tools.advise.recommend import recommend
 from dit_accel.tools.measure.origin import describe_run
 from dit_accel.tools.measure.timing import timed_output
 from scripts.bench.call_speed.pipelines import CASES, Case, arguments, build
+from scripts.bench.card_memory.ways import stop_group_offload
 from scripts.bench.model_speed.bench import OF_REPORT
 from scripts.bench.model_speed.measures import limit_memory, peak_memory
 from scripts.bench.small_cards import CONTEXT, SHOWN
@@ -35,6 +37,7 @@ Row = dict[str, Any]
 GPUS = {"24": "rtx4090", "16": "rtx4080", "12": "rtx4070"}
 COMPUTED = {28: 10, 30: 10, 50: 14}  # steps of these that `EVERY_FIFTH` computes
 TIMED = {"control": "interval", "warmup": 2, "interval": 3, "cooldown": 0}
+LONG = 30  # seconds of a call that is not repeated
 MOST = 14  # steps of a call; graphs are replayed from the fifth on that is computed
 
 
@@ -64,12 +67,18 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
                 restore_pipeline(pipe)
                 if device.type == "cuda":
                     pipe.remove_all_hooks()
+                for part in filter(lambda part: isinstance(part, torch.nn.Module), pipe.components.values()):
+                    stop_group_offload(part)
                 ours = SimpleNamespace(accelerate_pipeline=partial(accelerate_pipeline, schedule=facts["schedule"]))
                 for line in lines:
                     if device.type == "cuda" or line.startswith("dit_accel"):
                         exec(line, {"pipe": pipe, "torch": torch, "dit_accel": ours})
                 limit_memory(device, limit)
-                row = facts | call_of(pipe, case, MOST, tiny=options.tiny)
+                first = row = call_of(pipe, case, MOST, tiny=options.tiny)
+                if first["measured_seconds"] < LONG:
+                    row = call_of(pipe, case, MOST, tiny=options.tiny, prompt="a hare")
+                row |= facts | {key: max(first[key] or 0, row[key] or 0) for key in ("peak_gib", "reserved_gib")}
+                row["first_seconds"] = first["seconds"]
             except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
                 row = {"error": headline(problem)}
         yield {"case": name, **row, **facts}
@@ -83,12 +92,13 @@ def placement(case: Case, card: str) -> Row:
     return facts | {"schedule": TIMED if case.calls[0].schedule else {}}
 
 
-def call_of(pipe: Any, case: Case, most: int, *, tiny: bool) -> Row:
+def call_of(pipe: Any, case: Case, most: int, *, tiny: bool, prompt: str = "a fox") -> Row:
     """Call an accelerated pipeline for ``most`` steps: seconds, their parts, and peaks of memory."""
     call = case.calls[0]
     steps = min(call.steps, most)
     with peak_memory(pipe._execution_device) as memory:
-        output = timed_output(pipe, arguments(case, call, tiny=tiny) | {"num_inference_steps": steps}, seed=0)
+        values = arguments(case, call, tiny=tiny) | {"num_inference_steps": steps, "prompt": prompt}
+        output = timed_output(pipe, values, seed=0)
     report = pipe.dit_accel.report()
     computed = [step.seconds for step in report.steps if step.mode != "dispatch"]
     forecast = [step.seconds for step in report.steps if step.mode == "dispatch"]

@@ -8,7 +8,7 @@ import torch
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
 from dit_accel.models import free_memory
 from dit_accel.models.families import chunks
-from dit_accel.serving.estimates import GIB, USUAL, estimated, require_memory
+from dit_accel.serving.estimates import USUAL, estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
 from dit_accel.tools.steps import watched_steps
 from tests.tiny import tiny_inputs, tiny_pipeline
@@ -49,9 +49,9 @@ def test_a_plain_batch_counts_its_decoding_as_measured(monkeypatch):
     config = SimpleNamespace(block_out_channels=(128, 256, 512, 512))
     pipe.vae, pipe.vae_scale_factor = type("AutoencoderKL", (), {"config": config})(), 8
     monkeypatch.setattr(type(pipe), "_execution_device", torch.device("cuda"))
-    assert USUAL * estimated(pipe, asked)[1] / GIB == pytest.approx(2.377, abs=1e-3)
+    assert USUAL * estimated(pipe, asked)[1] / free_memory.GIB == pytest.approx(2.377, abs=1e-3)
     pipe.vae.use_slicing = True
-    assert USUAL * estimated(pipe, asked)[1] / GIB < 0.1
+    assert USUAL * estimated(pipe, asked)[1] / free_memory.GIB < 0.1
 
 
 def test_chunks_of_a_video_are_counted_as_its_pipeline_does():

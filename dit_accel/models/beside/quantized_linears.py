@@ -29,7 +29,7 @@ from dit_accel.kernels.checks import FLOAT_DTYPES
 from dit_accel.kernels.kept import hold, is_capturing
 from dit_accel.loop.conditioning import PLAIN_TENSORS
 from dit_accel.loop.report import RunReport
-from dit_accel.models.beside.host_weights import HostWeights
+from dit_accel.models.beside.host_weights import HostWeights, uploaded
 from dit_accel.models.beside.linear_trial import LinearTrial
 from dit_accel.models.free_memory import is_short, read_host_memory, read_memory
 from dit_accel.models.graphs.cuda_graph import Turns
@@ -355,7 +355,7 @@ class QuantizedLinears:
     def _round(self, layer: nn.Linear, device: torch.device) -> Rounded:
         require_capability(dtype := "int8" if layer in self._modulations else self.dtype, device)
         bias = None if layer.bias is None else layer.bias.clone()
-        return Rounded(*quantize_rows(plain_weight(layer.weight).to(device), dtype=dtype), bias)
+        return Rounded(*quantize_rows(uploaded(plain_weight(layer.weight), device), dtype=dtype), bias)
 
     def _part(self, layer: nn.Linear) -> Rounded | None:
         """Return a layer's rounded weights, if they exist; they may be rows of weights that are used together."""

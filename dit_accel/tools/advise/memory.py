@@ -24,11 +24,10 @@ DECODING = 1.2  # of the measured peak of an autoencoder, for latents and prompt
 BY_FRAME = 1.5  # the same if one frame is decoded after another: the first decode is compared, and keeps frames twice
 RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
 EIGHT_BITS = 0.545  # share of its bytes in bf16 of a transformer with layers in 8 bits, at most (recommended.json)
-LESS = 0.8  # of the bytes that move between host and GPU; FLUX.1-dev moves 0.65, in 0.46 of the time (recommended.json)
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
 PROMPT = 0.5  # GiB of the features of a prompt
-LAYER = 2.5 + PROMPT  # GiB of the embedding of a text encoder, at most
+LAYER = 2.5  # GiB of the embedding of a text encoder, at most; ``models.json`` has smaller ones
 
 
 class Placement(NamedTuple):
@@ -52,35 +51,38 @@ class Footprint:
     size: str
     counted_as: str  # id of the counted model if the name does not say the size
     fused: float  # decoding in one piece with fused kernels, where the decoder's own forward does not fit
+    layer: float  # the largest layer of a text encoder, its embedding
+    ways: tuple[str, ...]  # of WAYS, those that the pipeline has
 
     def needed(self, way: str, decoding: float) -> float:
         """Return the peak in GiB; ``way`` is one of WAYS."""
         largest, decoding_alone = max(self.transformers), self.autoencoder + decoding
         if way == "whole":
             return self.weights + max(self.step, decoding, PROMPT)
+        if way == "text":
+            return sum(self.transformers) + self.autoencoder + max(self.step, decoding, self.layer + PROMPT)
         if way == "model":
             return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
-        return max(TWO_BLOCKS * largest + self.step, LAYER, decoding_alone)
+        return max(TWO_BLOCKS * largest + self.step, self.layer + PROMPT, decoding_alone)
 
     def plan(self, card: Card, *, rounds: bool = False) -> Placement | None:
         """Return the fastest plan that fits a card, which may round layers; None = no plan does.
 
-        Decoding is in tiles if it never fits. Layers are in 8 bits where that avoids a slower way, and under offload
-        where their weights, which do not return to the host, are much of what moves.
+        Decoding is in tiles if it never fits. Layers are in 8 bits where that avoids a slower way.
         """
         if card.memory_gib is None:
             return Placement()
-        ways, rounds = (["whole"], False) if card.is_unified else (WAYS, rounds)
+        ways, rounds = (("whole",), False) if card.is_unified else (self.ways, rounds)
         every = ((way, bool(tiles), self.needed(way, self.decoding[tiles])) for tiles in (0, 1) for way in ways)
         best = next((Placement(*plan) for plan in every if plan[2] <= card.memory_gib - RESERVED), None)
-        parts = {"transformers": tuple(EIGHT_BITS * gib for gib in self.transformers)}
-        smaller = replace(self, **parts, decoding=(self.fused, self.decoding[1])).plan(card) if rounds else None
-        is_whole = best is not None and best.way == "whole"
-        if smaller is None or is_whole or smaller.way == "group":  # which moves no weights in 8 bits
+        if not rounds or (best is not None and best.way in ("whole", "text")):  # the transformer stays on the card
             return best
-        rest, moved = 2 * (sum(self.texts) + self.autoencoder), sum(self.transformers)
-        is_alike = best is not None and best.way == smaller.way and rest + moved > LESS * (rest + 2 * moved)
-        return best if is_alike else smaller._replace(in_8_bits=True)
+        parts = {"transformers": tuple(EIGHT_BITS * gib for gib in self.transformers)}
+        peaks = (self.decoding[0], self.fused)  # the first decode is compared if that fits
+        others = (replace(self, **parts, decoding=(gib, self.decoding[1])).plan(card) for gib in peaks)
+        smaller = (plan._replace(in_8_bits=True) for plan in others if plan and plan.way != "group")  # moves bf16
+        plans = filter(None, (best, *smaller))
+        return min(plans, key=lambda plan: (plan.in_tiles, [*WAYS].index(plan.way)), default=None)
 
     @property
     def weights(self) -> float:
@@ -132,6 +134,8 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
         f"{height} x {width}" + (f" x {frames} frames" if frames > 1 else ""),
         "" if model.folder or (row["part"] in squeeze(model.name) and not new) else row["ids"][0],
         share * kind.get("fused_gib", whole),
+        max([TABLE["layers"].get(text, LAYER) for text in row["texts"]], default=0.0),
+        ("whole", "model") if model.is_modular else tuple(WAYS),  # diffusers offloads no layers of modular pipelines
     )
 
 

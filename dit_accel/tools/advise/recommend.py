@@ -80,8 +80,6 @@ def recommend(
     fuses = card is None or (card.capability or (0, 0)) >= (8, 0)
     rounds = card is not None and fuses and not (quantized or is_packed)
     plan, on_memory = _planned(memory, card, rounds=rounds and gpus == 1 and not identity.is_modular)
-    if plan is not None and plan.way == "group" and identity.is_modular:  # whose blocks diffusers does not offload
-        plan, on_memory = None, f"{on_memory.partition(', so ')[0]}: offloading of whole components is too little."
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
     kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "few_steps" if fuses else "few_steps_unfused"
     choices = TABLE[kind] + (TABLE["in_8_bits"][kind] if rounds and not identity.is_video else [])

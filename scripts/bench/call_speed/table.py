@@ -43,8 +43,7 @@ def fastest(document: dict[str, Any]) -> list[dict[str, Any]]:
     for row in sorted(rows, key=lambda row: row["seconds"]):
         if row["way"] in ("exact", "balanced") and "plain" in row:
             same = [item for item in rows if _call(item) == _call(row)]
-            others = {item["way"]: item["seconds"] for item in same if item["gpus"] == 1}
-            others |= {item["way"]: item["seconds"] for item in same if item["gpus"] == row["gpus"]}
+            others = {item["way"]: item["seconds"] for item in same if item["gpus"] == row["gpus"]}
             found.setdefault((*_call(row), row["gpus"]), row | {"others": others})
     return sorted(found.values(), key=_order)
 

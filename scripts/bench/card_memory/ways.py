@@ -32,9 +32,14 @@ def _groups(transformer: nn.Module, device: torch.device, kind: str) -> Iterator
         )
         yield
     finally:
-        registry = HookRegistry.check_if_exists_or_initialize(transformer)
-        for name in GROUP_HOOKS:
-            registry.remove_hook(name, recurse=True)
+        stop_group_offload(transformer)
+
+
+def stop_group_offload(module: nn.Module) -> None:
+    """Remove the hooks of ``enable_group_offload``; the weights stay where they are."""
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    for name in GROUP_HOOKS:
+        registry.remove_hook(name, recurse=True)
 
 
 WAYS: dict[str, Callable] = {
