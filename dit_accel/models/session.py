@@ -161,8 +161,6 @@ class Session:
         if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
             passed = (), arguments_of_rows(arguments, call.computed_rows)
         args, kwargs = passed = computed(passed)
-        if run.may_forecast:
-            original = partial(driver.foreign.compare, original)
         compute = partial(original, *args, **kwargs)
         if driver.graphs is not None:
             compute = partial(driver.graphs.run, original, call, args, kwargs)
@@ -170,7 +168,7 @@ class Session:
         if driver.linears is not None:
             kind = call.branch.name, call.branch.shapes, call.mode, call.skips, len(call.computed_rows or ())
             version = driver.conditions.weights if run.may_forecast else driver.conditions.read_weights()
-            in_8_bits = driver.linears.call(call.report, kind, version, may_wait=driver.graphs is not None)
+            in_8_bits = driver.linears.call(call.report, kind, version)
             compute = partial(driver.linears.timed, call.report, compute)
         if run.may_forecast:
             compute = partial(driver.foreign.watch, call.branch, compute)

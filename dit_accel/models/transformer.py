@@ -157,10 +157,6 @@ class TransformerDriver:
         """Prepare a call whose blocks run; return its arguments, as they are passed and by name."""
         return passed, arguments
 
-    def refresh(self) -> bool:
-        """Round weights that have changed, and return True if there are any."""
-        return self.linears is not None and self.linears.refresh()
-
     def why_eager(self) -> str | None:
         """Return why the call in progress can't be captured, or None."""
         if self.foreign.counts:

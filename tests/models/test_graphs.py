@@ -10,7 +10,6 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from peft import LoraConfig
-from torch.nn import Parameter
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -420,18 +419,17 @@ def halved(pipe):
 
 
 CHANGES = {  # of a model, after a preparation; tests/scripts/test_graph_situations.py has more
-    "strength-in-a-tensor": (with_tensors, halved, 2, 3),
-    "strength-in-a-list": (partial(with_tensors, shape=(1,)), halved, 2, 3),
-    "a-weight": (None, lambda pipe: setattr(pipe.transformer.proj_out, "bias", Parameter(torch.ones(16))), 2, 3),
-    "moved-weight": (None, lambda pipe: setattr(pipe.transformer.proj_out.bias, "data", torch.ones(16)), 2, 2),
-    "attention-backend": (None, lambda pipe: pipe.transformer.set_attention_backend("_native_math"), 2, 2),
-    "values-of-a-weight": (None, lambda pipe: pipe.transformer.proj_out.weight.detach().mul_(1.5), 1, 4),
+    "strength-in-a-tensor": (with_tensors, halved, 2),
+    "strength-in-a-list": (partial(with_tensors, shape=(1,)), halved, 2),
+    "a-weight": (None, lambda pipe: setattr(pipe.transformer.proj_out, "bias", torch.nn.Parameter(torch.ones(16))), 2),
+    "attention-backend": (None, lambda pipe: pipe.transformer.set_attention_backend("_native_math"), 2),
+    "values-of-a-weight": (None, lambda pipe: pipe.transformer.proj_out.weight.detach().mul_(1.5), 1),
 }
 
 
-@pytest.mark.parametrize(("prepare", "change", "captures", "replays"), CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_is_captured_again(graph, prepare, change, captures, replays):
-    """The look at the model comes after a replay, whose output a change makes void; freed memory is not replayed."""
+@pytest.mark.parametrize(("prepare", "change", "captures"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_is_captured_again(graph, prepare, change, captures):
+    """The first call after a change is not captured; values of weights are read where they are."""
     torch.manual_seed(0)
     pipe = accelerated("flux", "exact")
     if prepare is not None:
@@ -439,7 +437,7 @@ def test_a_changed_model_is_captured_again(graph, prepare, change, captures, rep
     tiny_output(pipe, "flux", steps=3)
     change(pipe)
     replayed = tiny_output(pipe, "flux", steps=3)
-    assert (graph.captures, graph.replays) == (captures, replays)
+    assert graph.captures == captures
     assert torch.equal(replayed, tiny_output(restore_pipeline(pipe), "flux", steps=3))
 
 

@@ -34,12 +34,8 @@ class LinearTrial:
         """Return True if the next call of this kind is timed with unchanged layers."""
         return kind not in self.slower and len(self._seconds.get(kind, ())) >= IN_8_BITS
 
-    def is_over(self, kind: Hashable, device: torch.device) -> bool:
-        """Return True if calls of this kind are not timed, or no longer."""
-        return kind in self.slower or device.type not in TIMED
-
     def run(self, kind: Hashable, device: torch.device, report: RunReport, compute: Callable[[], Any]) -> Any:
-        if self.is_over(kind, device):
+        if kind in self.slower or device.type not in TIMED:
             return compute()
         replayed, stop = report.replayed, self._stopwatch(device)
         output = compute()

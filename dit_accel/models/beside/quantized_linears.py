@@ -117,9 +117,8 @@ class QuantizedLinears:
         require_capability(self.dtype, device)
         self._note = note
         self._moved = moved
-        self._run: object = None  # and version of the weights and adapters, when weights were rounded
-        self._version: object = None
-        self._call: tuple[object, object] = None, None  # both, of the call in progress
+        self._run: object = None
+        self._version: object = None  # of the weights and adapters when weights were rounded
         self._trial = LinearTrial()
         self._remarked: object = None  # the run whose report says that layers stay unchanged
         self._crowded: object = None  # the run in which copies of weights that can't move find no room
@@ -164,15 +163,10 @@ class QuantizedLinears:
         return type(self._transformer)._apply(self._transformer, function, recurse)
 
     @contextmanager
-    def call(self, run: RunReport, kind: Hashable, version: object, *, may_wait: bool = False) -> Iterator[None]:
-        """Begin a call of a kind, which decides its time, and end it; ``version`` is new if weights or adapters are.
-
-        ``may_wait``: a graph may be replayed before the call's :meth:`refresh`.
-        """
+    def call(self, run: RunReport, kind: Hashable, version: object) -> Iterator[None]:
+        """Begin a call of a kind, which decides its time, and end it; ``version`` is new if weights or adapters are."""
         with nullcontext() if is_capturing() else self._turns.turn(self._device):
             self._begin(run, kind, version)
-            if not may_wait or self.on_host or not self._trial.is_over(kind, self._device):
-                self.refresh()
             self._depth += 1
             try:
                 yield
@@ -181,8 +175,7 @@ class QuantizedLinears:
                 self._rows.clear()
 
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
-        """Choose how the call runs."""
-        self._call = run, version
+        """Choose how the call runs, and round the weights again if a new run has begun or they have changed."""
         self._kind, slower, self.dtype = kind, self._trial.slower.get(kind), dtype_for(self._section, self._device)
         if not self._can_move and run is not self._run and run is not self._crowded and self._is_short(self._device):
             self._crowded = run
@@ -192,26 +185,23 @@ class QuantizedLinears:
             dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
             self._note(SLOWER.format(dtype, 1000 * slower[1], 1000 * slower[0], self.dtype))
         self.is_resting = slower is not None or self.is_timing or run is self._crowded
-
-    def refresh(self) -> bool:
-        """Round weights again that have changed since an earlier run or call, and return True if there are any."""
-        run, version = self._call
         if self.is_resting or (run is self._run and version is self._version):
-            return False
+            return
         self._run, self._version = run, version
         self._prepare_host()
         remark = f"{len({*self.layers.values(), *self.on_host})} linear layers in {self.dtype}"
         self._note(f"{remark}, weights of {len(self.on_host)} on the host" if self.on_host else remark)
-        return self._round_again()
+        self._round_again()
 
-    def _round_again(self) -> bool:
+    def _round_again(self) -> None:
         """Round weights that have changed, or whose copies are gone: now, or a graph would do so in each replay."""
         there = [layers for layers, device in self._together.items() if self._are_on(device, layers)]
         self._weights = {layers: self._weights[layers] for layers in there if layers in self._weights}
         known = {layers: state for layers, state in self._states.items() if layers in self._weights}
         are_all_same = are_same(chain(*known.values()), state_of(chain(*known)))
-        same = {layers for layers in known if are_all_same or are_same(known[layers], state_of(layers))}
-        for layers in (changed := [layers for layers in there if layers not in same]):
+        for layers in there:
+            if layers in known and (are_all_same or are_same(known[layers], state_of(layers))):
+                continue
             held, device = self._weights.get(layers), self._together[layers]
             new = _joined([self._round(layer, device) for layer in layers])
             self._states[layers] = state_of(layers, copied=True)
@@ -223,7 +213,6 @@ class QuantizedLinears:
                     for item, fresh in zip(held, new, strict=True):
                         if item is not None:
                             item.copy_(fresh)
-        return bool(changed)
 
     def _are_on(self, device: torch.device, layers: tuple[nn.Linear, ...]) -> bool:
         """Return True unless a layer was offloaded or replaced since, or some have a bias and others have none."""

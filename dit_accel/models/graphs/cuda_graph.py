@@ -138,11 +138,6 @@ class CudaGraph:
         self._parts: list[Callable[[], None]] = []
         self._capturing: Any = None
 
-    @property
-    def communicates(self) -> bool:
-        """Return True if the function has collectives."""
-        return len(self._parts) > 1
-
     memory = staticmethod(read_memory)
     new_pool = staticmethod(torch.cuda.graph_pool_handle)  # of graphs that are never replayed at the same time
 

@@ -70,13 +70,6 @@ class ModelState:
             vars(self).update(vars(new))
         return changed
 
-    def is_in_place(self) -> bool:
-        """Return True if the tensors exist at their addresses, so that a replay is safe, though it may be wrong."""
-        try:
-            return [*map(torch.Tensor.data_ptr, map(call, self._tensors))] == self._places[0]
-        except TypeError:  # one was freed
-            return False
-
     def _is_identical(self) -> bool:
         try:
             if any(self._empty) or self._numbers_of_attributes() != self._counts or self._entries() != self._keys:
@@ -108,12 +101,12 @@ class ModelState:
     def _weights_now(self) -> list[torch.Tensor | None]:
         return [*chain.from_iterable(map(dict.values, self._weights.values()))]
 
-    def _placed(self) -> list[list]:
+    def _placed(self) -> list:
         tensors = [*map(call, self._tensors)]
         try:
-            return [[*map(torch.Tensor.data_ptr, tensors)], [*map(torch.Tensor.stride, tensors)]]
+            return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.stride, tensors)]
         except TypeError:  # one was freed, such as a bias that is None now
-            return [[]]
+            return []
 
     def _written(self) -> list[int | None]:
         """Version of each CPU tensor, whose numbers the host may read, such as peft's strengths."""

@@ -147,25 +147,18 @@ class StepGraphs:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         compute = partial(original, *args, **kwargs)
         with self._lock:
-            key, kept, replayed = None, self._why_not(call, leaves), None
+            key, kept = None, self._why_not(call, leaves)
             if kept is None:
-                key = self._key(call, leaves, structure)
-                replayed = self._replay_early(key, leaves)
-                if replayed is None:
-                    self._driver.refresh()  # before the look, because weights may move
-                kept = self._why_not_model(self._device(leaves))
-            if self._driver.refresh():
-                replayed = None
-            if kept is None:
-                kept = self._kept.get(key, NEW)
+                kept = self._kept.get(key := self._key(call, leaves, structure), NEW)
             if kept is NEW:
                 self._make_room(key)
                 self._kept[key] = None
-            if isinstance(kept, CaptureTrial):
+            if isinstance(kept, (CaptureTrial, Captured)):
                 with self._turns.turn(self._device(leaves)):
-                    kept = self._kept[key] = self._try(kept, original, call, leaves, structure)
-            if isinstance(kept, Captured):
-                return self._account(kept, *(replayed or self._replay(kept, leaves)))
+                    if isinstance(kept, CaptureTrial):
+                        kept = self._kept[key] = self._try(kept, original, call, leaves, structure)
+                    if isinstance(kept, Captured):
+                        return self._replay(kept, leaves)
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for graphs in self._holding():
             graphs.give_way(*devices, reason=CROWDED if graphs is self and isinstance(kept, str) else None)
@@ -183,30 +176,16 @@ class StepGraphs:
             report.not_captured = kept
         return compute()
 
-    def _replay_early(self, key: tuple, leaves: list) -> tuple[Any, tuple] | None:
-        """Replay the graph of a call if that is safe, and look for changes of the model while the GPU works."""
-        kept = self._kept.get(key)
-        if not isinstance(kept, Captured) or kept.graph.communicates or not self._state.is_in_place():
-            return None
-        return None if self._driver.session.run.report in self._refusals else self._replay(kept, leaves)
-
-    def _replay(self, captured: Captured, leaves: list) -> tuple[Any, tuple]:
-        """Return copies of the output, and of symbols and densities."""
-        with self._turns.turn(self._device(leaves)):
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            for static, tensor in zip(captured.inputs, tensors, strict=True):
-                static.copy_(tensor)
-            captured.graph.replay()
-            announced = captured.announcement.copied()
-            return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output), announced
-
-    def _account(self, captured: Captured, output: Any, announced: tuple) -> Any:
-        report = self._driver.session.run.report
-        report.replayed += 1
+    def _replay(self, captured: Captured, leaves: list) -> Any:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for static, tensor in zip(captured.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        captured.graph.replay()
+        self._driver.session.run.report.replayed += 1
         for entry in captured.fallbacks:
-            report.fall_back(**entry)
-        self._driver.announce(*announced)
-        return output
+            self._driver.session.run.report.fall_back(**entry)
+        self._driver.announce(*captured.announcement.copied())
+        return pytree.tree_map_only(torch.Tensor, torch.clone, captured.output)
 
     def _try(
         self, trial: CaptureTrial, original: Callable, call: Call, leaves: list, structure: Any
@@ -259,7 +238,10 @@ class StepGraphs:
 
     def _why_not(self, call: Call, leaves: list) -> str | None:
         reason = self._failed or self._preset_refuses or why_not_call(call, leaves) or self._driver.why_eager()
-        return reason or self._graph.why_not(self._device(leaves))
+        if reason is not None:
+            return reason
+        device = self._device(leaves)
+        return self._graph.why_not(device) or self._why_not_model(device)
 
     def _why_not_model(self, device: torch.device) -> str | None:
         """Return why the model can't be captured, or None; free all graphs if the model has changed."""
