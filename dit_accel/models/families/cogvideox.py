@@ -25,5 +25,6 @@ FAMILY = Family(
     parts=("attn1", "ff"),
     makes="videos",
     frames_per_second=lambda _: 8.0,
+    steps=50,
     unguided=1.0,
 )

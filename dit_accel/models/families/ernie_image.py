@@ -15,6 +15,7 @@ FAMILY = Family(
     mlp=lambda transformer: 3 * transformer.config.ffn_hidden_size / transformer.config.hidden_size,
     attentions={"self_attention": True},
     parts=("self_attention", "mlp"),
+    steps=50,
     unguided=1.0,
     distilled={"ernieimageturbo": 8},
 )

@@ -192,7 +192,7 @@ class Family:
     # Models that are distilled to few steps have a word in `distilled`, with the number of steps if all have the same.
     words: tuple[str, ...] = ()
     distilled: Mapping[str, int | None] = field(default_factory=dict)
-    steps: int | None = 50  # of its pipeline by default, 50 in most; None = unknown
+    steps: int | None = None  # of its pipeline, by default
     guided: Mapping[str, Any] = field(default_factory=dict)  # arguments of a call that switch guidance on
     unguided: float | None = None  # `guidance_scale` that switches it off, for distilled models; None = it has none
     sharing: tuple[str, ...] = ()  # tested ways to share a call by several GPUs: arguments of `parallelize_pipeline`

@@ -24,6 +24,7 @@ FAMILY = Family(
     mlp=lambda transformer: 3 * transformer.config.mlp_ratio,  # gated: two matrices in, one out
     parts=("attn", "ff"),
     words=("flux3", "flux3imagekleinbase"),
+    steps=50,
     distilled={"flux3imageklein": 16},
     is_modular=True,
 )

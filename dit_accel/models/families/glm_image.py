@@ -28,5 +28,6 @@ FAMILY = Family(
     attentions={"attn1": True},
     parts=("attn1", "ff"),
     calls={"ff": 2},
+    steps=50,
     unguided=1.0,
 )

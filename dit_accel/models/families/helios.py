@@ -53,6 +53,7 @@ FAMILY = Family(
     parts=("attn1", "attn2", "ffn"),
     makes="videos",
     words=("heliosbase",),  # other checkpoints have another pipeline, which takes no number of steps
+    steps=50,
     unguided=1.0,
     streamed=("HeliosPipeline", "HeliosPyramidPipeline"),
 )

@@ -25,6 +25,11 @@ def mlp(transformer: nn.Module) -> float:
     return 8 * config.num_activated_experts + 4 if config.num_routed_experts else 8
 
 
+def text_mlp(transformer: nn.Module, block: nn.Module) -> float:
+    """Size of the text's MLP: in double blocks text has its own one, without experts."""
+    return 8 if part_of(block, "block.ff_t") is not None else mlp(transformer)
+
+
 FAMILY = Family(
     name="hidream",
     title="HiDream",
@@ -32,10 +37,10 @@ FAMILY = Family(
     stacks=(Stack("double_stream_blocks"), Stack("single_stream_blocks")),
     tokens=tokens,
     mlp=mlp,
-    # In double blocks text has its own MLP, without experts.
-    text_mlp=lambda transformer, block: 8 if part_of(block, "block.ff_t") is not None else mlp(transformer),
+    text_mlp=text_mlp,
     attentions={"block.attn1": True},
     parts=("block.attn1", "block.ff_i", "block.ff_t"),
+    steps=50,
     unguided=0.0,
     distilled={"hidreami1dev": 28, "hidreami1fast": 16},
 )

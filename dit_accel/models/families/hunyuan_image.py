@@ -28,5 +28,6 @@ FAMILY = Family(
     parts=("attn", "ff", "ff_context", "proj_out"),
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     words=("hunyuanimage2",),
+    steps=50,
     distilled={"hunyuanimage21distilled": 8, "hunyuanimage21refiner": 4},
 )

@@ -48,6 +48,7 @@ FAMILY = Family(
     first_frame_apart=replaces_first_frame,
     split=SplitFacts("transformer_blocks.0", ("hidden_states", "encoder_hidden_states"), exit="proj_out"),
     makes="videos",
+    steps=50,
     sharing=("ulysses",),
     fused="head",
 )

@@ -27,4 +27,5 @@ FAMILY = Family(
     parts=("attn", "ff", "ff_context"),
     order=OrderFacts(tables={"rope": {0: 0, 1: 0}}, exit="norm_out"),  # tables [S, D]
     makes="videos",
+    steps=50,
 )

@@ -25,18 +25,24 @@ def used(transformer: nn.Module, output: torch.Tensor, arguments: Arguments) -> 
     return output * (1 - arguments["hidden_states"][..., -1:]) if transformer.config.visual_cond else output
 
 
+def heads(transformer: nn.Module) -> tuple[int, int]:
+    head_dim = sum(transformer.config.axes_dims)
+    return transformer.config.model_dim // head_dim, head_dim
+
+
 FAMILY = Family(
     name="kandinsky5",
     title="Kandinsky 5",
     model="Kandinsky5Transformer3DModel",
     stacks=(Stack("visual_transformer_blocks", features=3),),
     tokens=tokens,
-    heads=lambda model: (model.config.model_dim // sum(model.config.axes_dims), sum(model.config.axes_dims)),
+    heads=heads,
     work=work,
     attentions={"self_attention": False},
     parts=("self_attention", "cross_attention", "feed_forward"),
     used=used,
     makes="both",
+    steps=50,
     unguided=1.0,
     distilled={"distilled16steps": 16},
 )

@@ -23,5 +23,6 @@ FAMILY = Family(
     parts=("attn", "ff", "ff_context", "proj_out"),
     feeds={"proj_out": ("attn", "proj_mlp")},  # of a single block
     used=used,
+    steps=50,
     unguided=1.0,
 )

@@ -36,6 +36,7 @@ FAMILY = Family(
     used=used,
     makes="videos",
     words=("ltxvideo",),
+    steps=50,
     unguided=1.0,
     sharing=("ulysses",),
 )

@@ -41,7 +41,6 @@ FAMILY = Family(
     used=used,
     names_transformer=True,
     makes="videos",
-    steps=None,
     is_modular=True,
     sharing=("ulysses",),
     computes_in="encoder_hidden_states",  # the patch projections, and so the latents, are float32

@@ -30,6 +30,7 @@ FAMILY = Family(
     tokens=packed_tokens,
     text_mask="encoder_hidden_states_mask",
     used=used,
+    steps=50,
     guided={"negative_prompt": " "},
     sharing=("ulysses",),
     several_images=("QwenImageEditPlusPipeline",),

@@ -45,6 +45,7 @@ FAMILY = Family(
     makes="videos",
     frames_per_second=lambda config: 24.0 if config.get("expand_timesteps") else 16.0,  # 2.2 TI2V 5B, and all others
     words=("wan2",),
+    steps=50,
     unguided=1.0,
     distilled={"fastwan": None, "turbowan": None, "wan22lightning": 4},
     sharing=("ulysses", "branches"),

@@ -44,6 +44,7 @@ FAMILY = Family(
     heads=lambda transformer: (transformer.config.n_heads, transformer.config.dim // transformer.config.n_heads),
     attentions={"attention": True},
     parts=("attention", "feed_forward"),
+    steps=50,
     unguided=0.0,
     distilled={"zimageturbo": 8},
     fused="head",
