@@ -62,10 +62,10 @@ class Conditions:
         processors = map(attrgetter("processor"), self._attentions)  # no Python call for each
         adapters += [(id(item), _frozen(item.scale)) for item in processors if hasattr(item, "scale")]
         # A key that changes when a weight is written or replaced; 0.1 ms for FLUX's 780 weights.
-        held = [*map(dict.get, *self._places)]
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._held, self._identities = held, tuple(map(id, held))
-            self._counting = [weight for weight in held if weight is not None and not weight.is_inference()]
+        if len(self._held) != len(self._places[0]) or not all(map(is_, map(dict.get, *self._places), self._held)):
+            self._held = [*map(dict.get, *self._places)]
+            self._identities = tuple(map(id, self._held))
+            self._counting = [weight for weight in self._held if weight is not None and not weight.is_inference()]
         versions = self._identities, sum(map(VERSION, self._counting))
         for name, key in ("adapters", (loaded, *adapters)), ("weights", versions):
             if key != self.weights.get(name):
@@ -79,18 +79,17 @@ class Conditions:
         if loaded != self._loaded:
             self._loaded = loaded
             modules = modules_of(self._transformer)
-            held = [*map(vars, modules)]
-            self._adapted = [item for item in held if "merged_adapters" in item]
+            self._adapted = [item for item in map(vars, modules) if "merged_adapters" in item]
             self._attentions = [item for item in modules if "processor" in vars(item) or "processor" in item._modules]
             # Offloaded weights are on device meta between calls, and new tensors in each call.
             places = [
                 (item["_parameters"], name)
-                for item in held
+                for item in map(vars, modules)
                 if item["_parameters"] and not _is_offloaded(item.get("_hf_hook"))
                 for name, weight in item["_parameters"].items()
                 if weight is not None and not weight.is_meta
             ]
-            self._places = [held for held, _ in places], [name for _, name in places]
+            self._places = [item for item, _ in places], [name for _, name in places]
         return loaded
 
 

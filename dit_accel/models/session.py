@@ -161,6 +161,8 @@ class Session:
         if call.computed_rows is not None and call.mode is not StepMode.DISPATCH:
             passed = (), arguments_of_rows(arguments, call.computed_rows)
         args, kwargs = passed = computed(passed)
+        if run.may_forecast:
+            original = partial(driver.foreign.compare, original)
         compute = partial(original, *args, **kwargs)
         if driver.graphs is not None:
             compute = partial(driver.graphs.run, original, call, args, kwargs)

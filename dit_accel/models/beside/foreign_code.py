@@ -85,12 +85,11 @@ class ForeignCode:
         self._codes: list[Code] = []
         self._changed: list[Code] = []
 
-    def _run(self, compute: Callable[[], Any]) -> Any:
-        """Run a call, and record which code has changed its state in it."""
-        self._changed = []
+    def compare(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the transformer's code, and record which code of others has changed its state in it."""
         self._find()
         if not self._codes:
-            return compute()
+            return compute(*args, **kwargs)
         is_eager = not any(map(hooks.is_compiled, self._modules))  # a hook that is replaced would be compiled anew
         with ExitStack() as watching:
             for code in self._codes:
@@ -99,14 +98,15 @@ class ForeignCode:
                 elif code.hooks is not None:
                     code.acts = False in _returns(code.hooks[code.place])
             before = self._states()
-            output = compute()
+            output = compute(*args, **kwargs)
         pairs = zip(self._codes, before, self._states(), strict=True)
         self._changed = [code for code, old, new in pairs if len(old) != len(new) or not all(map(_is_same, old, new))]
         return output
 
     def watch(self, branch: BranchState, compute: Callable[[], Any]) -> Watched:
-        """Run a call, and compare the state of the code before and after it."""
-        output = self._run(compute)
+        """Run a call, and return how :meth:`compare` has found the state changed; a graph's replay runs no code."""
+        self._changed = []
+        output = compute()
         names = {code.name for code in self._changed if code.acts}
         change: Any = 2.0 if names & branch.changed else float(bool(names))  # 2 = twice in a row
         if is_shared(self._transformer):
@@ -134,6 +134,8 @@ class ForeignCode:
     @property
     def counts(self) -> bool:
         """Return True if some of the code is known to keep state that changes with every call."""
+        if self._counting:
+            self._find()
         return any(code.name in self._counting for code in self._codes)
 
     def _states(self) -> list[list[Any]]:
