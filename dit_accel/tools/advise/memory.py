@@ -24,6 +24,7 @@ DECODING = 1.2  # of the measured peak of an autoencoder, for latents and prompt
 BY_FRAME = 1.5  # the same if one frame is decoded after another: the first decode is compared, and keeps frames twice
 RESULTS = 4 * 6 / 2**30  # GiB per pixel of the copies of a result that tiles are joined in
 EIGHT_BITS = 0.545  # share of its bytes in bf16 of a transformer with layers in 8 bits, at most (recommended.json)
+GAPS = 1.03  # between tensors, where weights stay: 15.2 GiB are reserved for a peak of 13.8 (recommended.json)
 STORED = 0.65  # share of its bytes in bf16 that a quantised transformer has, at most (small-cards.json, cast)
 TWO_BLOCKS = 1 / 8  # of a transformer, at most: one runs while the next one is uploaded
 PROMPT = 0.5  # GiB of the features of a prompt
@@ -60,7 +61,7 @@ class Footprint:
         if way == "whole":
             return self.weights + max(self.step, decoding, PROMPT)
         if way == "text":
-            return sum(self.transformers) + self.autoencoder + max(self.step, decoding, self.layer + PROMPT)
+            return GAPS * (sum(self.transformers) + self.autoencoder + max(self.step, decoding, self.layer + PROMPT))
         if way == "model":
             return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
         return max(TWO_BLOCKS * largest + self.step, self.layer + PROMPT, decoding_alone)
@@ -81,8 +82,7 @@ class Footprint:
         peaks = (self.decoding[0], self.fused)  # the first decode is compared if that fits
         others = (replace(self, **parts, decoding=(gib, self.decoding[1])).plan(card) for gib in peaks)
         smaller = (plan._replace(in_8_bits=True) for plan in others if plan and plan.way != "group")  # moves bf16
-        plans = filter(None, (best, *smaller))
-        return min(plans, key=lambda plan: (plan.in_tiles, [*WAYS].index(plan.way)), default=None)
+        return min(filter(None, (best, *smaller)), key=lambda it: (it.in_tiles, [*WAYS].index(it.way)), default=None)
 
     @property
     def weights(self) -> float:
