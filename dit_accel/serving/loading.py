@@ -87,7 +87,8 @@ def load_pipeline(
         elif enable is None:
             raise ArgumentError("offload", f"must be none or group for {type(pipe).__name__}, got {how.offload}")
         elif how.offload == "text":  # a stream uploads the next layers
-            enable(place, offload_type="leaf_level", use_stream=True, exclude_modules=[*denoisers(pipe), "vae"])
+            whole = (name for name, part in pipe.components.items() if not moves_by_layers(part))
+            enable(place, offload_type="leaf_level", use_stream=True, exclude_modules=[*denoisers(pipe), "vae", *whole])
         else:
             enable(device=place)
     pipe.set_progress_bar_config(disable=console.quiet)
@@ -140,10 +141,18 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
     for part in pipe.components.values():
         if not isinstance(part, torch.nn.Module) or part in transformers.values():
             continue
-        if getattr(part, "_supports_group_offloading", True):
+        if moves_by_layers(part):
             apply_group_offloading(part, place, offload_type="leaf_level")
         else:
             part.to(place)
+
+
+def moves_by_layers(part: Any) -> bool:
+    """Return True if diffusers can move the layers of a component, each when it is called."""
+    from torch.nn import MultiheadAttention  # reads the weight of a layer that it does not call, as in SigLIP
+
+    reads = any(isinstance(module, MultiheadAttention) for module in getattr(part, "modules", tuple)())
+    return getattr(part, "_supports_group_offloading", True) and not reads
 
 
 def resolve_model(model: str) -> str:

@@ -126,14 +126,11 @@ class RayEngine:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._events.put(worker.wait() if attempt == 1 else worker.restart())
+                return self._dispatcher.hire(worker)
             except Exception as error:
                 is_final = isinstance(error, DitAccelError) and not isinstance(error, BatchError)
                 if is_final or attempt == ATTEMPTS:
-                    self._events.put(error)
-                    return
-            else:
-                self._dispatcher.hire(worker)
-                return
+                    return self._events.put(error)
 
     def _lose(self, error: Exception) -> None:
         self._left -= 1

@@ -39,8 +39,7 @@ class Worker:
         self.pipe, self.medium, preset = open_pipeline(setup, console)
         self._setup, self._console, self._times = setup, console, Times()
         self._guider = getattr(self.pipe, "guider", None)
-        loras = setup.loading.named_loras
-        self._loras = NamedLoras(self.pipe, loras) if loras else None
+        self._loras = NamedLoras(self.pipe, loras) if (loras := setup.loading.named_loras) else None
         self.suffix = self.medium.default_output.suffix
         self.preset, self._base = preset and preset.effective(), preset
         self._has_contracts = any(name in job.settings for job in setup.jobs for name in CONTRACT)  # of lines

@@ -115,6 +115,5 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": when, "level": record.levelname, "message": record.getMessage(), "request_id": request_id.get()}
-        line |= getattr(record, "facts", {})
-        line |= {"traceback": self.formatException(record.exc_info)} if record.exc_info else {}
-        return json.dumps(line)
+        problem = {"traceback": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps(line | getattr(record, "facts", {}) | problem)

@@ -128,8 +128,7 @@ class ImageRequest(PromptRequest):
 
 
 def _few(files: Any, info: ValidationInfo) -> Any:
-    most = info.context.limits.images
-    if isinstance(files, list) and len(files) > most:
+    if isinstance(files, list) and len(files) > (most := info.context.limits.images):
         raise RequestError(f"image must be given at most {most} times, got {len(files)}", "image", "limit_exceeded")
     return files
 
