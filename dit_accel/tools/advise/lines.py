@@ -45,7 +45,10 @@ class Lines:
         lines += [f"pipe.set_adapters({json.dumps(adapters)}, {list(self.loras.values())})"] if adapters else []
         way = "modular" if model.is_modular and self.plan.way == "model" else "python"
         weights = ', linear={"weights": "host"}' if self.plan.in_8_bits else ""
-        placed = [WAYS[self.plan.way][way].format(self.device), *["pipe.vae.enable_tiling()"] * self.plan.in_tiles]
+        whole = [*WAYS[self.plan.way].get("whole", []), *row.get("whole", [])]
+        more = f", exclude_modules={json.dumps(whole)}" if whole else ""
+        placed = [WAYS[self.plan.way][way].format(self.device, more)]
+        placed += ["pipe.vae.enable_tiling()"] * self.plan.in_tiles
         accelerated = [f'dit_accel.accelerate_pipeline(pipe, "{self.preset}"{weights})']
         lines += accelerated + placed if weights else placed + accelerated  # first: in bf16 it does not fit
         lines += [f"dit_accel.parallelize_pipeline(pipe, {self.sharing})"] if self.sharing else []

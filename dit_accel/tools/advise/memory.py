@@ -15,7 +15,7 @@ from dit_accel.tools.advise.cards import Card
 from dit_accel.tools.advise.identify import TABLE, Identity, squeeze
 from dit_accel.tools.demo import demo_arguments
 
-WAYS = TABLE["ways"]  # the fastest first: options of the command, line of Python, and reason to print
+WAYS = TABLE["ways"]  # the fastest first: options of the command, line of Python, modules that stay, reason to print
 BILLION = 2e9 / 2**30  # GiB of a billion parameters in bf16
 RESERVED = 1.0  # GiB of a card for driver, context, loaded kernels, and gaps between tensors
 STREAMS = 24  # tensors [tokens, width] that a plain step holds, at most (speed-flux2-klein-4b.json)
@@ -53,7 +53,8 @@ class Footprint:
     counted_as: str  # id of the counted model if the name does not say the size
     fused: float  # decoding in one piece with fused kernels, where the decoder's own forward does not fit
     layer: float  # the largest layer of a text encoder, its embedding
-    ways: tuple[str, ...]  # of WAYS, those that the pipeline has
+    undivided: float  # other components, whose layers can't move one by one
+    ways: tuple[str, ...]  # of WAYS, those that the pipeline has, the fastest first
 
     def needed(self, way: str, decoding: float) -> float:
         """Return the peak in GiB; ``way`` is one of WAYS."""
@@ -61,10 +62,11 @@ class Footprint:
         if way == "whole":
             return self.weights + max(self.step, decoding, PROMPT)
         if way == "text":
-            return GAPS * (sum(self.transformers) + self.autoencoder + max(self.step, decoding, self.layer + PROMPT))
+            stay = (*self.transformers, self.autoencoder, self.undivided)
+            return GAPS * (sum(stay) + max(self.step, decoding, self.layer + PROMPT))
         if way == "model":
             return max(largest + self.step, *(text + PROMPT for text in self.texts), decoding_alone)
-        return max(TWO_BLOCKS * largest + self.step, self.layer + PROMPT, decoding_alone)
+        return self.undivided + max(TWO_BLOCKS * largest + self.step, self.layer + PROMPT, decoding_alone)
 
     def plan(self, card: Card, *, rounds: bool = False) -> Placement | None:
         """Return the fastest plan that fits a card, which may round layers; None = no plan does.
@@ -82,12 +84,12 @@ class Footprint:
         peaks = (self.decoding[0], self.fused)  # the first decode is compared if that fits
         others = (replace(self, **parts, decoding=(gib, self.decoding[1])).plan(card) for gib in peaks)
         smaller = (plan._replace(in_8_bits=True) for plan in others if plan and plan.way != "group")  # moves bf16
-        return min(filter(None, (best, *smaller)), key=lambda it: (it.in_tiles, [*WAYS].index(it.way)), default=None)
+        return min(filter(None, (best, *smaller)), key=lambda it: (it.in_tiles, self.ways.index(it.way)), default=None)
 
     @property
     def weights(self) -> float:
         """GiB of all weights, which host memory holds if they are offloaded."""
-        return sum((*self.transformers, *self.texts)) + self.autoencoder
+        return sum((*self.transformers, *self.texts, self.undivided)) + self.autoencoder
 
     def __str__(self) -> str:
         parts = {"transformer": sum(self.transformers), "text encoders": sum(self.texts)}
@@ -135,7 +137,8 @@ def count(model: Identity, size: tuple[int | None, ...], *, few: bool, quantized
         "" if model.folder or (row["part"] in squeeze(model.name) and not new) else row["ids"][0],
         share * kind.get("fused_gib", whole),
         max([TABLE["layers"].get(text, LAYER) for text in row["texts"]], default=0.0),
-        ("whole", "model") if model.is_modular else tuple(WAYS),  # diffusers offloads no layers of modular pipelines
+        sum(BILLION * TABLE["texts"][part] for part in row.get("whole", {}).values()),
+        ("whole", "model") if model.is_modular else tuple(row.get("ways", WAYS)),  # modular pipelines offload no layers
     )
 
 

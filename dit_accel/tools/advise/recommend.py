@@ -10,7 +10,7 @@ from dit_accel.errors import UnsupportedError, require_counts, shown
 from dit_accel.tools.advise.cards import CARDS, Card, known_card
 from dit_accel.tools.advise.identify import TABLE, Identity, distillation, identify, squeeze
 from dit_accel.tools.advise.lines import Lines
-from dit_accel.tools.advise.memory import RESERVED, WAYS, Footprint, Placement, count
+from dit_accel.tools.advise.memory import RESERVED, WAYS, Footprint, Placement, count, row_of
 from dit_accel.tools.demo import demo_arguments, demo_path, tuning_prompts
 
 NOTHING_TO_SKIP = 4  # steps, of which `balanced` computes 0.99 (docs/results/few-steps-demo-flux.json)
@@ -21,6 +21,7 @@ MEASURED = "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosin
 UNCOUNTED = "The sizes of this model are not known, so its memory is not counted; its folder after --model has them."
 PACKED = "Weights in 4 bits run as they are (docs/reference/concepts.md, What works with it)."
 SMALLER = "first choice: 8 bits fit this GPU; small details change"
+REWRITES = "Rewriting the prompt uploads its model for each token; --call {0}=false (Python: {0}=False) leaves it out."
 ANY = "The presets run on any transformer that takes a timestep (docs/reference/transformers.md), but not on a UNet."
 
 
@@ -139,6 +140,8 @@ def _on_lines(lines: Lines) -> tuple[str, ...]:
     notes = [ANY] if model.family == "any" else []
     notes += [] if model.is_loadable else ["Replace MODEL by the model's id on the Hub, or its folder."]
     notes += [f"Use Python: {why}."] if why else []
+    option = row_of(model).get("rewrites") if lines.plan.way in ("text", "group") else None
+    notes += [REWRITES.format(option)] if option else []
     return (*notes, *([f"Replace {' and '.join(model.inputs)} by your files."] if model.inputs else []))
 
 

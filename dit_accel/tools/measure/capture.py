@@ -72,11 +72,9 @@ class AttentionTap:
     def __init__(self, pipe: Any, visit: Visit, *, block: int = 128) -> None:
         self._transformers = denoisers(pipe)
         self._families = {name: require_family(transformer) for name, transformer in self._transformers.items()}
-        self._visit = visit
-        self._block = block
+        self._visit, self._block = visit, block
         self._clock = SchedulerClock(lambda: pipe.scheduler)
-        self._undo = ExitStack()
-        self._step = 0
+        self._undo, self._step = ExitStack(), 0
         self._tokens: Tokens | None = None  # of the transformer call in progress
 
     @property

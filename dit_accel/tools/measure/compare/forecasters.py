@@ -166,8 +166,7 @@ class _Forecasting(Hook):
 
     def __init__(self, scheduler: Any, plan: Plan) -> None:
         super().__init__()
-        self._scheduler = scheduler
-        self._plan = plan
+        self._scheduler, self._plan = scheduler, plan
         self._step = self._branch = -1
         self._structure: Any = None  # container of the transformer's single output tensor
         # By branch, which follows from the order of calls.

@@ -68,12 +68,8 @@ class Bench:
         plain_steps: int | None = PLAIN_STEPS,
         show: Callable[[str, int, torch.Tensor], None] = lambda name, prompt, frames: None,
     ) -> None:
-        self._load = load
-        self._show = show
-        self._prompts = prompts
-        self._begin = begin
-        self._repeats = repeats
-        self._plain_steps = plain_steps
+        self._load, self._prompts, self._begin, self._show = load, prompts, begin, show
+        self._repeats, self._plain_steps = repeats, plain_steps
         pipe = load()
         self.device = pipe._execution_device  # with offload its weights wait elsewhere
         parameters = inspect.signature(pipe.__call__).parameters

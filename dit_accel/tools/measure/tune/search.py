@@ -38,9 +38,7 @@ class Search:
     """One search. ``evaluate`` is called once for each setting, and for at most ``evaluations`` settings."""
 
     def __init__(self, axes: Sequence[Axis], evaluate: Callable[[Setting], Score], evaluations: int) -> None:
-        self._axes = axes
-        self._evaluate = evaluate
-        self._left = evaluations
+        self._axes, self._evaluate, self._left = axes, evaluate, evaluations
         self._scores: dict[tuple[int, ...], Score] = {}
 
     def setting(self, places: tuple[int, ...]) -> Setting:
