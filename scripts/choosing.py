@@ -72,7 +72,7 @@ def cards() -> str:
 
 def _place(facts: dict[str, Any]) -> str:
     """Say where the parts of a pipeline are by recommended lines, and if layers run in 8 bits."""
-    signs = {"`text`": "exclude_modules", "`model`": "enable_model_", "`group`": "enable_group_"}
+    signs = {"`text`": "transformer_2", "`model`": "enable_model_", "`group`": "enable_group_"}
     way = next((way for way, sign in signs.items() if sign in str(facts["lines"])), "whole")
     return f"{'8 bits, ' * ('8bit' in facts['preset'])}{way}" if facts["lines"] else "no"
 

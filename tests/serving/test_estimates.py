@@ -11,7 +11,8 @@ from dit_accel.models.families import chunks
 from dit_accel.serving.estimates import USUAL, estimated, require_memory
 from dit_accel.serving.pipelines import call_arguments
 from dit_accel.tools.steps import watched_steps
-from tests.tiny import tiny_inputs, tiny_pipeline
+from tests.models import tiny
+from tests.tiny import tiny_pipeline
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,14 @@ def test_a_plain_batch_counts_its_decoding_as_measured(monkeypatch):
 
 
 def test_chunks_of_a_video_are_counted_as_its_pipeline_does():
-    pipe, arguments, told = tiny_pipeline("framepack"), tiny_inputs("framepack", steps=2), []
-    with watched_steps(pipe, lambda *step: told.append(step), chunks(pipe, arguments)):
-        pipe(**arguments)
-    assert list(dict.fromkeys(told)) == [(done, 4) for done in range(5)]
-    assert chunks(tiny_pipeline("wan"), {"num_frames": 81}) == 1
+    cases = {"helios": ({"num_frames": 8}, 3), "wan-animate": ({"segment_frame_length": 5}, 2)}
+    cases |= {"diffusion-forcing": ({"num_frames": 13, "overlap_history": 1}, 3), "skyreels-v2": ({"num_frames": 9}, 1)}
+    for name, (asked, count) in cases.items():
+        pipe, arguments = tiny.built(name)
+        arguments, told = {**arguments, **asked, "num_inference_steps": 2}, []
+        with watched_steps(pipe, lambda *step, told=told: told.append(step), chunks(pipe, arguments)):
+            pipe(**arguments)
+        assert list(dict.fromkeys(told)) == [(done, 2 * count) for done in range(2 * count + 1)], name
 
 
 def test_a_size_that_is_not_known_gives_no_estimate(pipe):

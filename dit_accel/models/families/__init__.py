@@ -46,9 +46,13 @@ def pipeline_family(pipe: Any) -> Family | None:
 def chunks(pipe: Any, arguments: Mapping[str, Any]) -> int:
     """Return in how many chunks a call denoises its video, one after another; 1 if that is not known."""
     values = {name: item.default for name, item in inspect.signature(pipe.__call__).parameters.items()}
-    values |= {name: value for name, value in arguments.items() if value is not None}
-    size = values.get("num_latent_frames_per_chunk") or values.get("latent_window_size")  # of Helios, and of FramePack
-    frames, unit = values.get("num_frames"), getattr(pipe, "vae_scale_factor_temporal", None)
-    if not all(isinstance(number, int) and number > 0 for number in (size, frames, unit)):
-        return 1
-    return -(-frames // ((size - 1) * unit + 1))
+    get = (values | {name: value for name, value in arguments.items() if value is not None}).get
+    latents = get("num_latent_frames_per_chunk") or get("latent_window_size")
+    unit, poses = getattr(pipe, "vae_scale_factor_temporal", None), get("pose_video")
+    counts = [  # frames of the video, of a chunk, and of the chunk before that it repeats
+        (get("num_frames"), latents and unit and (latents - 1) * unit + 1, 0),  # Helios, FramePack
+        (get("num_frames"), get("base_num_frames"), get("overlap_history")),  # SkyReels V2
+        (isinstance(poses, list) and len(poses), get("segment_frame_length"), get("prev_segment_conditioning_frames")),
+    ]
+    known = (sizes for sizes in counts if all(isinstance(size, int) for size in sizes) and sizes[1] > sizes[2])
+    return next((max(1, -(-(frames - shared) // (size - shared))) for frames, size, shared in known), 1)

@@ -248,7 +248,6 @@ TO_GPU = 'pipe.to("cuda")'
         ("FLUX.1-dev", {"gpu": "4090"}, "8 bits all of it fits; in bf16 use --offload model.", "pu_offload("),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "4090"}, 'balanced-8bit", linear={"weights": "host"})', TO_GPU),
         ("black-forest-labs/FLUX.2-klein-4B", {"gpu": "4070"}, "so text encoders wait in", "exact-8bit --"),
-        ("krea/Krea-2-Raw", {"gpu": "4090", "quantized": True}, "--offload text", "8bit"),
         ("Tongyi-MAI/Z-Image-Turbo", {"gpu": "3060"}, "8bit --set linear.weights=host", "generate --compare"),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "a100"}, TO_GPU, "--offload"),
         ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {"gpu": "l40s"}, OFFLOAD, TO_GPU),
@@ -277,7 +276,7 @@ TO_GPU = 'pipe.to("cuda")'
         ("MiniMaxAI/MiniMax-H3", {}, 'load_components(workflow="t2va", ', "--offload"),
         ("MiniMaxAI/MiniMax-H3", {"gpu": "h100"}, 'enable_auto_cpu_offload(device="cuda")', TO_GPU),
         ("MiniMaxAI/MiniMax-H3", {"gpu": "4090"}, "even with offloading", "dit-accel generate"),
-        ("FLUX.1-dev", {"steps": 4, "quantized": True, "gpu": "4090"}, "--preset exact", "--offload group"),
+        ("FLUX.1-dev", {"steps": 4, "quantized": True, "gpu": "4090"}, "--preset exact", "8bit"),
     ],
     ids=str,
 )
@@ -392,13 +391,11 @@ def test_facts_of_guidance_are_those_of_pipelines():
 
 USUAL_NAMES = {
     "4090": ("rtx4090", "RTX 4090", "4090"),
-    "a6000": ("RTX A6000", "rtxa6000"),
     "a100": ("A100 80GB",),
     "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
     "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
     "7900-xtx": ("AMD Radeon RX 7900 XTX", "7900xtx"),
-    "m4-max": ("Apple M4 Max", "m4 max"),
     None: ("4090 laptop", "4090 D", "RTX 2050", ""),
 }
 
