@@ -106,8 +106,8 @@ class LoadingOptions:
     )
     device: str | None = option("cuda, cuda:1, mps or cpu.", show_default="cuda if available, otherwise cpu")
     offload: Literal["none", "text", "model", "group", "sequential"] = option(
-        "Keep weights in host memory, and move layers of text encoders (text), whole models, blocks of the transformer "
-        "(group), or single layers (sequential, slow), to the GPU when they run.",
+        "Keep weights in host memory; move layers of text encoders (text), whole models (model), blocks of the "
+        "transformer (group), or single layers (sequential, slow), to the GPU when they run.",
         default="none",
     )
     lora: list[str] | None = option(

@@ -158,7 +158,8 @@ def _planned(memory: Footprint | None, card: Card | None, *, rounds: bool) -> tu
     if (plan := memory.plan(card, rounds=rounds)) is None:
         offloading = ", and offloading frees none" if card.is_unified else " even with offloading"
         return None, f"{counted}, which is too little{offloading}: use another GPU, or a smaller size."
-    reason = f"{'with layers in 8 bits ' * plan.in_8_bits}{WAYS[plan.way]['reason'].format(memory.weights)}"
+    waiting = sum(memory.texts) if plan.way == "text" and not plan.in_8_bits else memory.weights
+    reason = f"{'with layers in 8 bits ' * plan.in_8_bits}{WAYS[plan.way]['reason'].format(waiting)}"
     reason += "; the autoencoder decodes in tiles" if plan.in_tiles else ""
     if plan.in_8_bits:
         plain = memory.plan(card)

@@ -247,7 +247,7 @@ TO_GPU = 'pipe.to("cuda")'
         ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "in host memory (31 GiB of weights)", TO_GPU),
         ("FLUX.1-dev", {"gpu": "4090"}, "8 bits all of it fits; in bf16 use --offload model.", "pu_offload("),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "4090"}, 'balanced-8bit", linear={"weights": "host"})', TO_GPU),
-        ("black-forest-labs/FLUX.2-klein-4B", {"gpu": "4070"}, "so text encoders wait in", "exact-8bit --"),
+        ("black-forest-labs/FLUX.2-klein-4B", {"gpu": "4070"}, "encoders wait in host memory (7 GiB", "-8bit --"),
         ("Tongyi-MAI/Z-Image-Turbo", {"gpu": "3060"}, "8bit --set linear.weights=host", "generate --compare"),
         ("Wan-AI/Wan2.1-T2V-14B-Diffusers", {"gpu": "a100"}, TO_GPU, "--offload"),
         ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {"gpu": "l40s"}, OFFLOAD, TO_GPU),

@@ -88,8 +88,7 @@ class Search:
 
         The search ends at a place that misses the target and costs ``limit``, because closer places cost more.
         """
-        first, others = places[0], places[1:]
-        last = len(self._axes[0].values) - 1
+        first, others, last = places[0], places[1:], len(self._axes[0].values) - 1
         low, high = -1, last + 1  # cheapest place known to meet the target, and closest place known to miss it
         stride = 1
         while (score := self._score((first, *others))) is not None:
