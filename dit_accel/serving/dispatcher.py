@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dit_accel.errors import BatchError, DitAccelError, OutOfMemoryError, UnsupportedError
 from dit_accel.serving.deadlines import Busy, Times, contract_of
 from dit_accel.serving.engine import Cancelled, Loaded, Made, reason_of
-from dit_accel.serving.prompts import Job
+from dit_accel.serving.prompts import STREAM, Job
 from dit_accel.serving.remote_worker import LoadError, RemoteWorker
 from dit_accel.serving.sharing import Sharing, common_of
 
@@ -82,9 +82,9 @@ class Task:
     def step(self, job: Job, done: int, steps: int, part: bytes | None = None) -> None:
         if self.is_cancelled:
             raise Cancelled
-        latest = self._furthest.get(job.index, (0, steps))  # a call may begin anew, or have several loops of steps
-        self._furthest[job.index] = latest = max(latest, (done, steps), key=lambda step: step[0] / step[1])
-        self.tell(Step(job, *latest, part))
+        before = self._furthest.get(job.index, (0, steps))  # a call may begin anew, or have several loops of steps
+        self._furthest[job.index] = latest = max(before, (done, steps), key=lambda step: step[0] / step[1])
+        self.tell(Step(job, *latest, part if latest is not before or STREAM in job.settings else None))
 
 
 class AwaitedTask(Task):

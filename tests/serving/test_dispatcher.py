@@ -137,12 +137,13 @@ def test_a_cancelled_task_ends_at_its_step_or_never_begins(dispatcher):
 
 
 def test_progress_never_falls(dispatcher):
-    """A call begins anew in another process, or has several loops of steps; each image has its own progress."""
-    calls = [[(0, 4), (3, 4), (0, 4), (1, 4), (5, 6), (4, 4)], [(0, 9), (1, 9)]]
-    queue = dispatcher([Hands()], 1)
-    steps = run(queue, *(lambda tell, call=call: [tell(*step) for step in call] and None for call in calls))
-    told = [(step.job.index, step.done, step.steps) for step in steps if isinstance(step, dispatching.Step)]
-    assert told[:6] == [(0, 0, 4), *[(0, 3, 4)] * 3, (0, 5, 6), (0, 4, 4)] and told[6:] == [(1, 0, 9), (1, 1, 9)]
+    """A call begins anew, without partial images that are known, or has several loops; each image has its progress."""
+    calls = [[(0, 4), (3, 4, b"part"), (0, 4), (1, 4, b"part"), (5, 6), (4, 4)], [(0, 9), (1, 9, b"part")]]
+    work = (lambda tell, call=call: any(tell(*step) for step in call) for call in calls)
+    steps = run(dispatcher([Hands()], 1), *work)
+    told = [(step.job.index, step.done, step.steps, step.part) for step in steps if isinstance(step, dispatching.Step)]
+    assert told[:4] == [(0, 0, 4, None), (0, 3, 4, b"part"), *[(0, 3, 4, None)] * 2]
+    assert told[4:] == [(0, 5, 6, None), (0, 4, 4, None), (1, 0, 9, None), (1, 1, 9, b"part")]
 
 
 def test_a_broken_worker_is_healthy_once_it_restarts_or_makes_a_result(dispatcher):
