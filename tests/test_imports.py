@@ -134,11 +134,14 @@ def test_no_circles():
 
 
 def test_heavy_packages_stay_where_they_belong():
-    """Only code that drives diffusers imports it; Triton's kernels import Triton, other code only inside functions."""
+    """Only code that drives diffusers imports it; functions import Triton and collectives, which torch may lack."""
     drives = [str(path) for path in FILES if packages(path) & {"diffusers", "transformers"}]
     assert [path for path in drives if unit_of(Path(path)) not in MAY_IMPORT_DIFFUSERS] == []
     others = [path for path in FILES if "_triton" not in path.parts]
     assert [str(path) for path in others if "triton" in packages(path, at_import=True)] == []
+    lacking = ("torch.distributed._functional_collectives", "torch.distributed.distributed_c10d")
+    early = {path.name for path in FILES for module, now in imports(path) if now and module.startswith(lacking)}
+    assert early == {"collectives.py"}
 
 
 def test_public_names_exist():

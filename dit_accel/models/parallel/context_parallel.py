@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional
 
 from dit_accel.errors import UnsupportedError
 from dit_accel.models.families.family import Family, Tokens
@@ -131,6 +130,8 @@ class Exchange:
     def _exchanged(self, send: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         """Exchange tokens between ranks; ``received`` and ``sent`` are the numbers of tokens from and to each."""
         # A functional collective, at which dit_accel.models.graphs.collectives can cut captures.
+        from torch.distributed import _functional_collectives as functional  # fails in torch without distributed
+
         return functional.wait_tensor(functional.all_to_all_single(send, received, sent, self._group))
 
     def arrange(self, x: torch.Tensor) -> torch.Tensor:

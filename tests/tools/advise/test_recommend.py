@@ -390,7 +390,6 @@ def test_facts_of_guidance_are_those_of_pipelines():
 
 USUAL_NAMES = {
     "4090": ("rtx4090", "RTX 4090", "4090"),
-    "a100": ("A100 80GB",),
     "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
     "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
