@@ -6,7 +6,7 @@ from scripts.checks.changes.mutant import Mutant, table
 MUTANTS: list[Mutant] = table({
     "dit_accel/tools/advise/memory.py": [
         ("encoders-take-nothing", "memory includes text encoders", "tests/tools/advise/test_recommend.py",
-         "sum((*self.transformers, *self.texts))", "sum(self.transformers)")],
+         "*self.texts, self.undivided", "self.undivided")],
     "dit_accel/tools/advise/recommend.py": [
         ("branches-of-three-gpus", "an odd number of GPUs shares no branches", "tests/tools/advise/test_recommend.py",
          "and gpus % 2 == 0 and not few", "and not few")],

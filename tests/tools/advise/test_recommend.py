@@ -243,6 +243,7 @@ TO_GPU = 'pipe.to("cuda")'
         ("wan", {"gpus": 2}, "parallelize_pipeline(pipe, branches=2)", "ulysses"),
         ("wan", {"gpus": 2, "gpu": "4090"}, "so the lines are for one", "torchrun"),
         ("wan", {"gpus": 2, "distilled": True}, "--parallel ulysses=2 ", "branches"),
+        ("wan", {"gpus": 3}, "--parallel ulysses=3 ", "branches"),
         ("wan", {"gpus": 4}, "--parallel ulysses=2,branches=2 ", "one GPU"),
         ("black-forest-labs/FLUX.1-Kontext-dev", {"gpu": "4070"}, "in host memory (31 GiB of weights)", TO_GPU),
         ("FLUX.1-dev", {"gpu": "4090"}, "8 bits all of it fits; in bf16 use --offload model.", "pu_offload("),
@@ -389,11 +390,10 @@ def test_facts_of_guidance_are_those_of_pipelines():
 
 
 USUAL_NAMES = {
-    "4090": ("rtx4090", "RTX 4090", "4090"),
+    "4090": ("rtx4090", "NVIDIA GeForce RTX 4090", "4090"),
     "a100-40gb": ("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     "h100": ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
     "4070-ti-super": ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
-    "7900-xtx": ("AMD Radeon RX 7900 XTX", "7900xtx"),
     None: ("4090 laptop", "4090 D", "RTX 2050", ""),
 }
 
