@@ -12,11 +12,11 @@ from typing import Any
 from PIL import Image
 
 from dit_accel.errors import ArgumentError, DitAccelError, OutOfMemoryError, headline
+from dit_accel.models import call_number
 from dit_accel.models.families import pipeline_family
 from dit_accel.pipeline import makes_video
 from dit_accel.presets import Preset, load_preset, preset_names
 from dit_accel.presets.loading import LEVELS
-from dit_accel.serving.estimates import call_number
 from dit_accel.serving.media import Clips, size_note
 from dit_accel.serving.playground import Comparison, ComparisonRun
 from dit_accel.tools.advise.identify import identify

@@ -11,6 +11,8 @@ blocks that run our kernels. `graphs/` captures computed steps as CUDA graphs, `
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,3 +48,15 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
         if not any(module is item for item in found.values()):
             found[name] = module
     return found
+
+
+def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
+    """Return a whole number of a pipeline's call, or else its default; None if it has none."""
+    if (value := arguments.get(name)) is not None:
+        return value if isinstance(value, int) else None
+    parameter = inspect.signature(pipe.__call__).parameters.get(name)
+    if parameter is not None and isinstance(parameter.default, int):
+        return parameter.default
+    sample, scale = (getattr(pipe, key, None) for key in ("default_sample_size", "vae_scale_factor"))
+    is_side = parameter is not None and name in ("height", "width")
+    return sample * scale if is_side and isinstance(sample, int) and isinstance(scale, int) else None

@@ -1,12 +1,11 @@
 """Lower bound on the memory of a run, from the size of its output, so that nothing that fits is refused."""
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from dit_accel.errors import OutOfMemoryError, UnsupportedError
-from dit_accel.models import denoisers
+from dit_accel.models import call_number, denoisers
 
 TOKEN_PATCH = 2  # latent pixels of a token's side where the transformer does not say more
 USUAL = 6  # tensors of a step, as tools/advise/memory counts them, over those of the lower bound
@@ -61,18 +60,6 @@ def estimated(pipe: Any, arguments: Mapping[str, Any]) -> tuple[str, int]:
         peak = getattr(PAGES.get(type(vae).__name__), "PEAKS", ((math.inf,),))[-1][0] / scale**2  # as measured
         needed.append(int(min(2 * first, peak / USUAL) * height * width) * itemsize)  # of the decoder's last block
     return f"{width} × {height} pixels" + (f" × {frames} frames" if frames > 1 else ""), max(needed)
-
-
-def call_number(pipe: Any, arguments: Mapping[str, Any], name: str) -> int | None:
-    """Return a whole number of a pipeline's call, or else its default; None if it has none."""
-    if (value := arguments.get(name)) is not None:
-        return value if isinstance(value, int) else None
-    parameter = inspect.signature(pipe.__call__).parameters.get(name)
-    if parameter is not None and isinstance(parameter.default, int):
-        return parameter.default
-    sample, scale = (getattr(pipe, key, None) for key in ("default_sample_size", "vae_scale_factor"))
-    is_side = parameter is not None and name in ("height", "width")
-    return sample * scale if is_side and isinstance(sample, int) and isinstance(scale, int) else None
 
 
 def first_whole(holder: Any, *names: str) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dit_accel.errors import UnsupportedError
-from dit_accel.models import denoisers
+from dit_accel.models import call_number, denoisers
 from dit_accel.models.families.family import Family
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ def pipeline_family(pipe: Any) -> Family | None:
 
 def chunks(pipe: Any, arguments: Mapping[str, Any]) -> int:
     """Return in how many chunks a call denoises its video, one after another; 1 if that is not known."""
-    values = {name: item.default for name, item in inspect.signature(pipe.__call__).parameters.items()}
-    get = (values | {name: value for name, value in arguments.items() if value is not None}).get
-    latents = get("num_latent_frames_per_chunk") or get("latent_window_size")
-    unit, poses = getattr(pipe, "vae_scale_factor_temporal", None), get("pose_video")
+    number = partial(call_number, pipe, arguments)
+    frames, poses = number("num_frames"), arguments.get("pose_video")
+    posed = len(poses) if isinstance(poses, list) else None
+    latents = number("num_latent_frames_per_chunk") or number("latent_window_size")
+    unit = getattr(pipe, "vae_scale_factor_temporal", None)
     counts = [  # frames of the video, of a chunk, and of the chunk before that it repeats
-        (get("num_frames"), latents and unit and (latents - 1) * unit + 1, 0),  # Helios, FramePack
-        (get("num_frames"), get("base_num_frames"), get("overlap_history")),  # SkyReels V2
-        (isinstance(poses, list) and len(poses), get("segment_frame_length"), get("prev_segment_conditioning_frames")),
+        (frames, latents and unit and (latents - 1) * unit + 1, 0),  # Helios, FramePack
+        (frames, number("base_num_frames"), number("overlap_history")),  # SkyReels V2
+        (posed, number("segment_frame_length"), number("prev_segment_conditioning_frames")),  # Wan-Animate
     ]
-    known = (sizes for sizes in counts if all(isinstance(size, int) for size in sizes) and sizes[1] > sizes[2])
-    return next((max(1, -(-(frames - shared) // (size - shared))) for frames, size, shared in known), 1)
+    known = (sizes for sizes in counts if None not in sizes and sizes[1] > sizes[2])
+    return next((max(1, -(-(whole - shared) // (size - shared))) for whole, size, shared in known), 1)
