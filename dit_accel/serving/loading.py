@@ -79,18 +79,20 @@ def load_pipeline(
             quantize(pipe, how.quantize, place)
         if how.offload in ("none", "text") and before_move is not None:
             before_move(pipe)
-        enable = getattr(pipe, f"enable_{'group' if how.offload == 'text' else f'{how.offload}_cpu'}_offload", None)
         if how.offload == "none":
             pipe.to(place)
         elif how.offload == "group":
             _offload_groups(pipe, place)
-        elif enable is None:
-            raise ArgumentError("offload", f"must be none or group for {type(pipe).__name__}, got {how.offload}")
-        elif how.offload == "text":  # a stream uploads the next layers
-            whole = (name for name, part in pipe.components.items() if not moves_by_layers(part))
-            enable(place, offload_type="leaf_level", use_stream=True, exclude_modules=[*denoisers(pipe), "vae", *whole])
         else:
-            enable(device=place)
+            name = "enable_group_offload" if how.offload == "text" else f"enable_{how.offload}_cpu_offload"
+            if (enable := getattr(pipe, name, None)) is None:
+                raise ArgumentError("offload", f"must be none or group for {type(pipe).__name__}, got {how.offload}")
+            if how.offload == "text":  # a stream uploads the next layers
+                whole = [*denoisers(pipe), "vae"]
+                whole += [name for name, part in pipe.components.items() if not moves_by_layers(part)]
+                enable(place, offload_type="leaf_level", use_stream=True, exclude_modules=whole)
+            else:
+                enable(device=place)
     pipe.set_progress_bar_config(disable=console.quiet)
     return pipe
 
