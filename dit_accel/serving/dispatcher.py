@@ -54,7 +54,8 @@ class Task:
 
     def __init__(self, jobs: Sequence[Job], preset: Preset | None, suffix: str) -> None:
         self.jobs, self.preset, self.suffix = jobs, preset, suffix
-        self.created, self._stop, self._furthest = time.monotonic(), Event(), dict[int, tuple[int, int]]()
+        self.created, self._stop = time.monotonic(), Event()
+        self._furthest: dict[int, tuple[int, int]] = {}  # steps done and in all, by a job's index
         self.context = copy_context()  # of its run, so that lines of the log have the request's id
 
     @property

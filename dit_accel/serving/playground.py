@@ -121,7 +121,8 @@ class Playground:
     def compare(self, wish: Wish) -> Iterator[ComparisonRun]:
         """Yield the state several times a second, in the end with the comparison; closing the iterator ends the run."""
         wish.require_bounds()
-        self._runs.append(run := ComparisonRun(wish))
+        run = ComparisonRun(wish)
+        self._runs.append(run)
         with ThreadPoolExecutor(1, "playground") as thread:
             work = thread.submit(self._compare, run)
             try:

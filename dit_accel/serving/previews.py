@@ -46,7 +46,8 @@ class JobPreviews:
 
     def __init__(self, previewer: Previewer, count: int, suffix: str) -> None:
         self.previewer, self._count, self._suffix = previewer, count, suffix
-        self._steps, self._drawn = 0, list[bytes]()  # images that are not passed on yet
+        self._steps = 0
+        self._drawn: list[bytes] = []  # not passed on yet
 
     def step(self, tell: Callable[..., None], done: int, steps: int) -> None:
         drawn, self._drawn, self._steps = self._drawn, [], steps

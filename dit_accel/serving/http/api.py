@@ -47,7 +47,8 @@ class RequestError(Exception):
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400, headers: Head = None
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.code, self.status, self.headers = message, param, code, status, headers
+        self.message, self.param, self.code, self.status = message, param, code, status
+        self.headers = headers
         self.outcome = code if code in ("busy", "timeout") else "invalid" if status < 500 else "failed"
 
     def to_json(self) -> dict[str, Any]:
