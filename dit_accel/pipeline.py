@@ -171,8 +171,8 @@ class Acceleration:
         self._runs.reset()
         for owner in self.owners:
             self.leave(owner)
-        for driver in self._drivers:
-            driver.return_weights()
+        for linears in filter(None, (driver.linears for driver in self._drivers)):
+            linears.on_host.give_all_back()
 
     def leave(self, pipe: Any) -> None:
         """Remove this object from a pipeline, which may be a shallow copy of an accelerated one."""

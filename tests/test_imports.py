@@ -65,15 +65,11 @@ def imports(path: Path) -> list[Import]:
                 assert child.level == 0, f"{path}: relative import"
                 yield from (Import(f"{child.module}.{alias.name}", at_import) for alias in child.names)
             else:
-                deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_checkers(child)
+                for_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+                deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or for_checkers
                 yield from walk(child, at_import and not deferred)
 
     return list(walk(ast.parse(path.read_text(encoding="utf-8")), True))
-
-
-def _is_for_checkers(node: ast.AST) -> bool:
-    """Return True if a node is ``if TYPE_CHECKING:``, whose body never runs."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
 def imported_units(path: Path) -> set[str]:

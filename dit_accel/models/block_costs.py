@@ -54,7 +54,6 @@ class BlockCosts:
                 tiles, densities = site.tiles, site.tiles.densities
                 if tiles.measured_step == call.tick.step:
                     older = len(site.heads.bias_coordinates[1:])
-                    left_out = 1 - densities.attended - tiles.probed
-                    pairs -= work.tiles[item.name] * left_out / len(states)
+                    pairs -= work.tiles[item.name] * (1 - densities.attended - tiles.probed) / len(states)
                     others += work.bias * densities.projected * older
         return pairs, others

@@ -117,8 +117,7 @@ def _watch(pipe: Any, name: str, notice: Callable[[], None]) -> Callable[[], Non
         notice()
         return original(*args, **kwargs)
 
-    method = getattr(pipe, name)
-    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, call), method, updated=()))
+    stand_in = weakref.ref(update_wrapper(StandIn(pipe, name, call), getattr(pipe, name), updated=()))
 
     def undo() -> None:
         if (still := stand_in()) is not None:

@@ -27,7 +27,7 @@ def read_memory(device: torch.device, *, empties: bool = True) -> FreeMemory:
     free, total = torch.cuda.mem_get_info(device)
     if torch.cuda.get_allocator_backend() == "pluggable":  # which counts no memory
         return FreeMemory(free, total)
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)  # since PyTorch 2.8
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device.index)  # since 2.8
     stats = torch.cuda.memory_stats(device)
     reserved, allocated = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]
     cached = reserved - allocated - stats["inactive_split_bytes.all.current"]  # in pools of graphs

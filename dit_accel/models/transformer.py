@@ -115,10 +115,6 @@ class TransformerDriver:
         if self.linears is not None:
             self.linears.detach()
 
-    def return_weights(self) -> None:
-        if self.linears is not None:
-            self.linears.on_host.give_all_back()
-
     def release(self) -> None:
         """Free memory of a finished run; rounded weights stay if graphs read them by address."""
         self.conditions.release()

@@ -30,12 +30,12 @@ SHARES = {"whole": (1.0, 30 + 9, "native"), "half": (0.5, 40 - 25 + 9, "native")
 
 @pytest.mark.parametrize("share, free, backend", SHARES.values(), ids=SHARES)
 def test_memory_that_pytorch_caches_is_free(monkeypatch, share, free, backend):
-    """But for parts of segments that are in use; a process may be limited to a share of the GPU."""
+    """But for parts of segments that are in use; a process may be limited to a share of a GPU, which needs no index."""
     numbers = {"reserved_bytes": 25, "allocated_bytes": 15, "inactive_split_bytes": 1}
     stats = {f"{name}.all.current": number for name, number in numbers.items()}
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda i: {None: share}[i], raising=False)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert read_memory(torch.device("cuda")) == (free, int(80 * share))
 

@@ -277,7 +277,7 @@ def test_weights_of_torchao_run_as_the_weights_that_they_stand_for(monkeypatch, 
     assert all(torch.equal(tiny_output(item, "flux", steps=STEPS), expected) for item in runs)
     assert why_not_module("to_q", pipe.transformer.transformer_blocks[0].attn.to_q, torch.device("cpu")) is None
     assert not is_readable(SimpleNamespace(shape=2, qdata=SimpleNamespace(shape=2), act_pre_scale=0.5))  # SmoothQuant
-    linears_of(pipe)._is_short = lambda *_: True
+    linears_of(pipe)._is_full = lambda *_: True
     assert torch.equal(tiny_output(pipe, "flux", steps=STEPS), plain)
     assert pipe.dit_accel.report().notes == [quantized_linears.CROWDED]
 

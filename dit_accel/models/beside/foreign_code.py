@@ -212,8 +212,7 @@ def _is_foreign(code: Any, packages: Any = hooks.LIBRARIES) -> bool:
         return _is_foreign(code.func, packages)
     if isinstance(code, BuiltinFunctionType):
         return isinstance(code.__self__, (dict, *SEQUENCES))  # such as a list's append
-    wrapped = getattr(code, "__wrapped__", None)  # as in torch.no_grad()(function)
-    return not hooks.is_known(code, packages) or _is_foreign(wrapped, packages)
+    return not hooks.is_known(code, packages) or _is_foreign(getattr(code, "__wrapped__", None), packages)
 
 
 def _watch(code: Code) -> Callable[[], None]:

@@ -38,7 +38,7 @@ from dit_accel.models.stored_weights import State, are_same, is_readable, plain_
 from dit_accel.presets import Linear
 
 NEEDED = "linear.weights: layers under gradients, autocast, compilation or group offload have weights on the device"
-CROWDED = "linear layers unchanged: with copies of torchao's weights less than a quarter of the GPU would stay free"
+CROWDED = "linear layers unchanged: 8-bit copies would leave less than a quarter of the GPU free"
 SLOWER = "linear layers unchanged in {}, in which a call takes {:.0f} ms instead of {:.0f} ms in {}"
 MEASURED = ("cuda",)  # types of devices whose free memory decides where weights wait
 SLOW_INT8 = {(10, 3)}  # B300, whose int8 products are slower than those of bf16
@@ -126,7 +126,7 @@ class QuantizedLinears:
         self._depth = 0  # calls in progress, which may nest
         self.is_resting = False  # the call in progress leaves all layers unchanged
         movable = [layer for layer in self.all_layers if type(layer.weight) in PLAIN_TENSORS]
-        self._can_move = len(movable) == len(self.all_layers)
+        self._are_plain = len(movable) == len(self.all_layers)
         self.on_host = HostWeights(transformer, () if self._place == "device" else movable, self._leave)
         self._ready: dict[nn.Linear, Rounded] = {}  # rounded for the first call, which joins some
         self._weights: dict[tuple[nn.Linear, ...], Rounded] = {}  # of layers that share one product
@@ -157,7 +157,7 @@ class QuantizedLinears:
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Move or convert the transformer; weights that would fill the GPU on which it arrives go to the host first."""
         device = function(torch.empty(0)).device
-        arrives = self._device.type == "cpu" != device.type and self._can_move and self._can_wait()
+        arrives = self._device.type == "cpu" != device.type and self._are_plain and self._can_wait()
         if arrives and self._is_short(device, self._bytes):
             self.on_host.attach()
         return type(self._transformer)._apply(self._transformer, function, recurse)
@@ -177,7 +177,8 @@ class QuantizedLinears:
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
         """Choose how the call runs, and round the weights again if a new run has begun or they have changed."""
         self._kind, slower, self.dtype = kind, self._trial.slower.get(kind), dtype_for(self._section, self._device)
-        if not self._can_move and run is not self._run and run is not self._crowded and self._is_short(self._device):
+        is_new = run is not self._run and run is not self._crowded
+        if is_new and self._is_full(self._target) and not (self._are_plain and self._can_wait()):
             self._crowded = run
             self._note(CROWDED)
         if slower is not None and self._remarked is not run:
@@ -235,6 +236,13 @@ class QuantizedLinears:
     def _device(self) -> torch.device:
         return self.on_host.device_of(next(iter(self.layers.values())))
 
+    @property
+    def _target(self) -> torch.device:
+        """Device of the products: that of the weights, or where group offload takes them."""
+        modules = self._transformer.modules() if self._device.type == "cpu" else ()
+        hooks = filter(None, (find_hook(item, OFFLOAD_HOOK) for item in modules))
+        return next((hook.group.onload_device for hook in hooks), self._device)
+
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""
         if self.on_host or self._is_short(self._device):
@@ -249,13 +257,15 @@ class QuantizedLinears:
         }
 
     def _is_short(self, device: torch.device, arriving: int = 0) -> bool:
-        """Return True if rounded weights, and bytes that arrive, would fill a GPU that the others can leave."""
+        """Return True if a GPU would be full, as below, and the host has room for the layers' own weights."""
+        return self._is_full(device, arriving) and not is_short(read_host_memory(), self._bytes - arriving)
+
+    def _is_full(self, device: torch.device, arriving: int = 0) -> bool:
+        """Return True if rounded weights, and bytes that arrive, would fill a GPU."""
         if self._place != "auto" or self._weights or device.type not in MEASURED:
             return False
         taken = arriving + sum(layer.weight.numel() for layer in self.layers.values())
-        readings = (read_memory(device, empties=empties) for empties in (False, True))  # the second is slow
-        is_full = all(is_short(memory, taken) for memory in readings)
-        return is_full and not (self._can_move and is_short(read_host_memory(), self._bytes - arriving))
+        return all(is_short(read_memory(device, empties=empties), taken) for empties in (False, True))  # True is slow
 
     def _can_wait(self) -> bool:
         """Return True if weights may wait on the host: they are not compiled in or moved by group offload."""

@@ -10,8 +10,7 @@ from dit_accel.models.families.family import Arguments, Family, Stack, Tokens
 def tokens(transformer: nn.Module, arguments: Arguments) -> Tokens:
     config = transformer.config
     _, frames, _, height, width = arguments["hidden_states"].shape
-    patch_t = config.patch_size_t or 1
-    grid = -(-frames // patch_t), height // config.patch_size, width // config.patch_size
+    grid = -(-frames // (config.patch_size_t or 1)), height // config.patch_size, width // config.patch_size
     return Tokens(arguments["encoder_hidden_states"].shape[1], math.prod(grid), grid=grid)
 
 

@@ -20,9 +20,6 @@ ARGUMENTS = {"steps": "num_inference_steps", "frames": "num_frames"}  # of a pip
 MEASURED = "Measured speed-ups, shares of the FLOPs and PSNR: docs/guide/choosing.md; for your model, use --compare."
 UNCOUNTED = "The sizes of this model are not known, so its memory is not counted; its folder after --model has them."
 PACKED = "Weights in 4 bits run as they are (docs/reference/concepts.md, What works with it)."
-SMALLER = "first choice: 8 bits fit this GPU; small details change"
-REWRITES = "Rewriting the prompt uploads its model for each token; --call {0}=false (Python: {0}=False) leaves it out."
-ANY = "The presets run on any transformer that takes a timestep (docs/reference/transformers.md), but not on a UNet."
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,13 @@ def recommend(
     fuses = card is None or (card.capability or (0, 0)) >= (8, 0)
     rounds = card is not None and fuses and not (quantized or is_packed)
     plan, on_memory = _planned(memory, card, rounds=rounds and gpus == 1 and not identity.is_modular)
+    rounds = rounds and (plan is None or plan.way != "group")  # which uploads the weights in bf16 all the same
     sharing, on_sharing = _shared(identity, gpus, plan, few=few)
     kind = "choices" if steps is None or steps > NOTHING_TO_SKIP else "few_steps" if fuses else "few_steps_unfused"
     choices = TABLE[kind] + (TABLE["in_8_bits"][kind] if rounds and not identity.is_video else [])
     if plan is not None and plan.in_8_bits:
-        choices = [(f"{choices[0][0]}-8bit", SMALLER), (choices[0][0], "the same in bf16"), *choices[1:]]
+        first = dict(zip((f"{choices[0][0]}-8bit", choices[0][0]), TABLE["first_in_8_bits"], strict=True))
+        choices = [*(first | dict(choices) | first).items()]
     gains = (card is None or rounds) and not (quantized or is_packed or identity.is_video)
     notes = (MEASURED, *_on_steps(steps, few=few, rounds=gains), *on_sharing, on_memory, *[PACKED] * is_packed)
     notes += () if fuses else (f"Fused kernels don't run on the {card.title}, so steps are computed by plain torch.",)
@@ -137,11 +136,11 @@ def _on_steps(steps: int | None, *, few: bool, rounds: bool) -> list[str]:
 
 def _on_lines(lines: Lines) -> tuple[str, ...]:
     model, why = lines.model, lines.why_no_shell()
-    notes = [ANY] if model.family == "any" else []
+    notes = [TABLE["any"]] if model.family == "any" else []
     notes += [] if model.is_loadable else ["Replace MODEL by the model's id on the Hub, or its folder."]
     notes += [f"Use Python: {why}."] if why else []
     option = row_of(model).get("rewrites") if lines.plan.way in ("text", "group") else None
-    notes += [REWRITES.format(option)] if option else []
+    notes += [TABLE["rewrites"].format(option)] if option else []
     return (*notes, *([f"Replace {' and '.join(model.inputs)} by your files."] if model.inputs else []))
 
 

@@ -297,8 +297,9 @@ def test_8_bits_are_offered_where_a_gpu_multiplies_them_and_weights_are_plain():
     """For images; of few steps all are computed. A name can say that weights have 4 bits."""
     last = lambda *model, **options: recommend(*model, **options).choices[-1][0]  # noqa: E731
     assert [last("flux", gpu=gpu) for gpu in ("4090", "a100", "mi300x", None)] == ["turbo-8bit"] * 2 + ["turbo"] * 2
-    names = "schnell", "wan", "x/FLUX.1-dev-bnb-nf4"
+    names = "klein", "wan", "x/FLUX.1-dev-bnb-nf4"
     assert [last(name, gpu="4090") for name in names] == ["exact-8bit", "turbo", "turbo"]
+    assert last("schnell", gpu="4090") == last("flux", gpu="4070") == "turbo", "offered first, and under group offload"
     assert "Weights in 4 bits run as they are" in printed(recommend("x/ERNIE-Image-Turbo-nunchaku-lite-nvfp4"))
 
 
