@@ -45,8 +45,9 @@ def rendered(file: Path) -> str | None:
 
 
 def as_json(document: Any) -> str:
-    """JSON of a result, with one row of a list a line."""
-    return _json(document, "\n") + "\n"
+    """JSON of a result, with one row of a list a line, and seven digits of a number."""
+    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.7g}"))
+    return _json(rounded, "\n") + "\n"
 
 
 def _json(value: Any, line: str) -> str:

@@ -130,14 +130,6 @@ def new_processors(pipe: Any) -> None:
     pipe.transformer.set_attn_processor(processors)
 
 
-def in_inference_mode(pipe: Any) -> None:
-    pipe.is_in_inference_mode = True
-
-
-def out_of_it(pipe: Any) -> None:
-    pipe.is_in_inference_mode = False
-
-
 def deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted, warn_only=True)
 
@@ -219,7 +211,9 @@ SITUATIONS = {
     "layers in 8 bits": changed(
         "flux", scale_weight_in_place, scale_weight, preset=load_preset("exact", linear={"dtype": "int8"})
     ),
-    "inference mode": changed("flux", in_inference_mode, out_of_it),
+    "inference mode": changed(
+        "flux", *(lambda pipe, wanted=wanted: setattr(pipe, "is_in_inference_mode", wanted) for wanted in (True, False))
+    ),
     "deterministic algorithms": changed("flux", lambda _: deterministic(True), lambda _: deterministic(False)),
     "forecasts": called("wan", {}, {}, {}, preset=load_preset("video-turbo", model="wan", skip=TILES)),
 }
