@@ -56,7 +56,8 @@ def calls() -> str:
 def cards() -> str:
     """Placements that `recommend` prints for small cards, with a measured call or the counted peak."""
     runs = json.loads((DOCS / "results" / "recommended.json").read_text(encoding="utf-8"))["runs"]
-    timed = {(row["case"], row["card_gib"], _place(row)): row for run in runs for row in run["rows"]}
+    rows = (row for run in runs for row in run["rows"] if "error" not in row)
+    timed = {(row["case"], row["card_gib"], _place(row)): row for row in rows}
     lines = [f"| | {' | '.join(f'{gib} GiB' for gib in GPUS)} |", f"|{'---|' * (1 + len(GPUS))}"]
     others = ("flux-schnell", "minimax-h3", "wan-1.3b-few-steps")  # as FLUX.1-dev, too large, as Wan
     cases = {name: case for name, case in CASES.items() if name not in others}

@@ -65,8 +65,8 @@ def imports(path: Path) -> list[Import]:
                 assert child.level == 0, f"{path}: relative import"
                 yield from (Import(f"{child.module}.{alias.name}", at_import) for alias in child.names)
             else:
-                for_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-                deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or for_checkers
+                typing = isinstance(child, ast.If) and not child.orelse and ast.unparse(child.test) == "TYPE_CHECKING"
+                deferred = typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from walk(child, at_import and not deferred)
 
     return list(walk(ast.parse(path.read_text(encoding="utf-8")), True))

@@ -37,7 +37,6 @@ TECHNICAL = re.compile(  # a scheduler's operation, an argument's name, and temp
     r"clips? or (?:threshold|adds noise)|clip must be|a (?:picture|clip) of \{"
 )
 NO_PROSE = re.compile(r"``[^`]*``|`[^`]*`|--[\w-]+|\S*[_/.=\"']\S*|\[[^\]]*\]\([^)]*\)|^    .*$", re.M)
-FENCED = re.compile(r"```.*?```", re.S)
 
 
 @functools.cache
@@ -50,7 +49,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of a page, or comments and strings of a Python file that hold several words."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        yield 1, FENCED.sub("", text)
+        yield 1, re.sub(r"```.*?```", "", text, flags=re.S)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

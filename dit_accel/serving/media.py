@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     Labels = tuple[str, str]
     Sounds = tuple[torch.Tensor | None, torch.Tensor | None]
 
-USUAL_FRAMES_A_SECOND = 24.0  # of models of unknown families
 SAMPLING_RATES = (  # components that make sound, and the key of their configuration; the first one present decides
     ("vocoder", "output_sampling_rate"),  # LTX-2, whose audio_vae has the lower rate of the spectrograms
     ("sound_tokenizer", "sampling_rate"),  # Cosmos 3
@@ -40,7 +39,7 @@ def require_plausible_output(path: Path, *, compare: bool, force: bool) -> None:
     if is_folder_of_frames(path):
         return
     is_clip = path.suffix.lower() in FILE_SUFFIXES
-    (Clips(USUAL_FRAMES_A_SECOND) if is_clip else Pictures()).require_output(path, compare=compare, force=force)
+    (Clips(24.0) if is_clip else Pictures()).require_output(path, compare=compare, force=force)
 
 
 def _is_written_by_pillow(suffix: str) -> bool:
@@ -158,14 +157,16 @@ def medium_of(pipe: Any, model_fps: float | None = None, fps: float | None = Non
     """Return the output form of a pipeline; a video's frame rate is ``fps``, otherwise the model's or its family's."""
     from dit_accel.models.families import pipeline_family
     from dit_accel.pipeline import makes_video
+    from dit_accel.tools.advise.identify import TABLE
 
     call = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
     if getattr(pipe, "makes_sound_alone", False) or (call is not None and "AudioPipelineOutput" in call.co_names):
         raise UnsupportedError(f"{type(pipe).__name__} makes sound alone, which only dit-accel compare measures")
     if makes_video(pipe):
-        family = pipeline_family(pipe)
-        usual = USUAL_FRAMES_A_SECOND if family is None else family.frames_per_second(pipe.config)
-        in_chunks = type(pipe).__name__ in getattr(family, "streamed", ())
+        family, name = pipeline_family(pipe), type(pipe).__name__
+        usual = 24.0 if family is None else family.frames_per_second(pipe.config)
+        usual = next((rate for part, rate in TABLE["frames_per_second"].items() if part in name), usual)
+        in_chunks = name in getattr(family, "streamed", ())
         return Clips(fps or model_fps or usual, sampling_rate(pipe), in_chunks)
     if fps is not None:
         raise ArgumentError("fps", f"{type(pipe).__name__} makes images, which have no frame rate")

@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def run_model(name: str, options: argparse.Namespace, device: torch.device, deadline: float) -> Iterator[Row]:
-    """Yield a row for each card, the largest first; a placement that left room for a smaller one is not run again."""
+    """Yield a row for each card, the smallest first; a larger one with the same lines has the same row."""
     case, row = CASES[name], {}
     limit_memory(device, None)
     pipe = build(case, tiny=options.tiny)
@@ -58,9 +58,9 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
     cards = [placement(case, card) for card in options.cards]
     for preset in dict.fromkeys(facts["preset"] for facts in cards):
         call_of(accelerate_pipeline(pipe, preset, schedule=TIMED), case, 2, tiny=options.tiny)
-    for facts in cards:
+    for facts in sorted(cards, key=lambda item: item["card_gib"]):
         lines, limit = facts["lines"], facts["card_gib"] - CONTEXT
-        if row.get("lines") != lines or (row.get("reserved_gib") or 0) > limit:
+        if "error" in row or row.get("lines") != lines:
             row = {}
         if not row and lines and time.monotonic() < deadline:
             try:
@@ -130,7 +130,7 @@ def call_of(pipe: Any, case: Case, most: int, *, tiny: bool, prompt: str = "a fo
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names_in(CASES), default=list(CASES), help=f"among {', '.join(CASES)}")
-    parser.add_argument("--cards", type=names_in(GPUS), default=list(GPUS), help="GiB, the largest first")
+    parser.add_argument("--cards", type=names_in(GPUS), default=list(GPUS), help="GiB")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no new call after this time")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy size, on the CPU")

@@ -1,8 +1,12 @@
 """Arguments of a command's pipeline calls, reports of pipeline errors, and jobs of a file's lines."""
 
+import inspect
 import logging
+import re
+import sys
 from types import SimpleNamespace
 
+import diffusers
 import httpx
 import pytest
 import torch
@@ -20,6 +24,7 @@ from dit_accel.serving.pipelines import call_arguments, start_pipeline, timed_ca
 from dit_accel.serving.processes import TALKATIVE
 from dit_accel.serving.prompts import Job, batches, read_jobs, read_prompts
 from dit_accel.tools import demo
+from dit_accel.tools.advise.identify import TABLE
 from dit_accel.tools.demo import demo_arguments, demo_path
 from tests.models.tiny import built
 from tests.tiny import tiny_pipeline
@@ -279,13 +284,18 @@ def test_guidance_of_hunyuan_is_that_of_its_second_branch_where_it_has_one(model
     assert {name: value for name, value in arguments.items() if name.endswith("_scale")} == scales
 
 
-@pytest.mark.parametrize(
-    ("model", "model_fps", "asked", "fps"),
-    [("hunyuan", None, None, 24), ("hunyuan", 8, None, 8), ("hunyuan", 8, 12.5, 12.5)],
-)
-def test_frame_rate_is_the_users_else_the_models_else_the_familys(model, model_fps, asked, fps):
+@pytest.mark.parametrize("demo, asked, fps", [(None, None, 24), (8, None, 8), (8, 12.5, 12.5)])
+def test_frame_rate_is_the_users_else_the_models_else_the_familys(demo, asked, fps):
     """--fps overrides a demo model's rate, which overrides its family's training rate."""
-    assert medium_of(tiny_pipeline(model), model_fps, asked).fps == fps
+    assert medium_of(tiny_pipeline("hunyuan"), demo, asked).fps == fps
+    assert medium_of(tiny_pipeline("framepack")).fps == 30, "has the transformer's family, and a rate of its own"
+
+
+@pytest.mark.parametrize("part, rate", TABLE["frames_per_second"].items())
+def test_frame_rates_by_name_are_those_of_diffusers_examples(part, rate):
+    (kind, *_) = (name for name in dir(diffusers) if part in name and name.endswith("Pipeline"))
+    source = inspect.getsource(sys.modules[getattr(diffusers, kind).__module__])
+    assert {float(found) for found in re.findall(r"fps(?:: int)? ?= ?(\d+)", source)} <= {rate}
 
 
 def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path):

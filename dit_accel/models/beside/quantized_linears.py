@@ -118,13 +118,14 @@ class QuantizedLinears:
         self._note = note
         self._moved = moved
         self._run: object = None
+        self._examined: object = None  # the run whose first call looked for room on the GPU
         self._version: object = None  # of the weights and adapters when weights were rounded
         self._trial = LinearTrial()
         self._remarked: object = None  # the run whose report says that layers stay unchanged
         self._crowded: object = None  # the run in which copies of weights that can't move find no room
         self._kind: Hashable = None  # of the call in progress
         self._depth = 0  # calls in progress, which may nest
-        self.is_resting = False  # the call in progress leaves all layers unchanged
+        self.is_resting = self.is_timing = False  # the call in progress leaves all layers unchanged, and is timed so
         movable = [layer for layer in self.all_layers if type(layer.weight) in PLAIN_TENSORS]
         self._are_plain = len(movable) == len(self.all_layers)
         self.on_host = HostWeights(transformer, () if self._place == "device" else movable, self._leave)
@@ -177,14 +178,16 @@ class QuantizedLinears:
     def _begin(self, run: RunReport, kind: Hashable, version: object) -> None:
         """Choose how the call runs, and round the weights again if a new run has begun or they have changed."""
         self._kind, slower, self.dtype = kind, self._trial.slower.get(kind), dtype_for(self._section, self._device)
-        is_new = run is not self._run and run is not self._crowded
-        if is_new and self._is_full(self._target) and not (self._are_plain and self._can_wait()):
-            self._crowded = run
-            self._note(CROWDED)
+        if run is not self._examined:
+            self._examined, target = run, self._uploads_to()
+            if (target or not self._are_plain) and self._is_full(target or self._device):
+                self._crowded = run
+                self._note(CROWDED)
         if slower is not None and self._remarked is not run:
             self._remarked = run
             dtype = str(next(iter(self.layers.values())).weight.dtype).removeprefix("torch.")
             self._note(SLOWER.format(dtype, 1000 * slower[1], 1000 * slower[0], self.dtype))
+        self.is_timing = self._trial.is_timing(self._kind)
         self.is_resting = slower is not None or self.is_timing or run is self._crowded
         if self.is_resting or (run is self._run and version is self._version):
             return
@@ -221,11 +224,6 @@ class QuantizedLinears:
         are_there = (self.on_host.device_of(layer) == device and is_readable(layer.weight) for layer in layers)
         return not is_mixed and all(are_there)
 
-    @property
-    def is_timing(self) -> bool:
-        """Return True if the call in progress is timed with unchanged layers."""
-        return self._trial.is_timing(self._kind)
-
     def timed(self, run: RunReport, compute: Callable[[], Any]) -> Any:
         """Run a computed call, and time it while it is unknown whether 8 bits are faster."""
         if self.on_host or run is self._crowded:
@@ -236,12 +234,11 @@ class QuantizedLinears:
     def _device(self) -> torch.device:
         return self.on_host.device_of(next(iter(self.layers.values())))
 
-    @property
-    def _target(self) -> torch.device:
-        """Device of the products: that of the weights, or where group offload takes them."""
+    def _uploads_to(self) -> torch.device | None:
+        """Return where group offload takes the weights, or None if it does not."""
         modules = self._transformer.modules() if self._device.type == "cpu" else ()
         hooks = filter(None, (find_hook(item, OFFLOAD_HOOK) for item in modules))
-        return next((hook.group.onload_device for hook in hooks), self._device)
+        return next((hook.group.onload_device for hook in hooks), None)
 
     def _prepare_host(self) -> None:
         """Round weights on the host that no call has used: now, because uploads prevent the capture of a call."""

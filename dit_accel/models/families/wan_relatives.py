@@ -46,6 +46,7 @@ ANIMATE = replace(
     title="Wan Animate",
     model="WanAnimateTransformer3DModel",
     names_transformer=False,
+    frames_per_second=lambda _: 30.0,
     words=("wan22animate", "wananimate"),
     steps=20,
 )

@@ -30,7 +30,7 @@ MUTANTS: list[Mutant] = table({
          "1 - densities.attended - tiles.probed", "1 - densities.attended"),
         ("samples-apart-count-whole", "attention run sample by sample reports the mean of the skipped shares",
          "tests/models/test_block_costs.py",
-         "left_out / len(states)", "left_out")],
+         "tiles.probed) / len(states)", "tiles.probed)")],
     "dit_accel/models/beside/other_caches.py": [
         ("cache-dit-is-overlooked", "a cache of cache-dit is refused", "tests/models/test_other_caches.py",
          'getattr(transformer, "_is_cached", False)', 'getattr(transformer, "is_cached", False)'),
