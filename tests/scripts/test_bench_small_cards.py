@@ -90,6 +90,13 @@ def test_memory_that_does_not_suffice_is_a_result(measured):
     assert "| 12 | does not fit | does not fit | does not fit |" in markdown({"runs": [document]})
 
 
+def test_weights_above_the_limit_are_not_moved(measured, monkeypatch):
+    """A card that can't hold the weights alone is no measurement under model offload."""
+    monkeypatch.setattr(small_cards, "bytes_of", lambda transformer: 20 * 2**30)
+    document, limits = measured(lambda limit: fitting(21.0), "model")
+    assert [row["fits"] for row in document["rows"]] == [True, False, False] * 2 and limits == [24] * 2
+
+
 def test_a_run_that_was_not_measured_is_not_called_too_large(measured, monkeypatch):
     """Nothing begins after the deadline, also between the cards of a way; the table leaves that run's cells empty."""
     now = [0.0]

@@ -33,6 +33,7 @@ from dit_accel.tools.media.video import Sound, _write_wav, write_clip
 from scripts.bench.model_speed.models import TINY
 from tests.clips import read_sound
 from tests.models.tiny import videos
+from tests.models.tiny.parts import small
 from tests.serving.http.test_server import GOOD, running, send
 from tests.stages.autoencoders import H3
 from tests.tiny import encoders, tiny_pipeline
@@ -145,7 +146,7 @@ class Eyes:
 @pytest.fixture
 def minimax_h3(monkeypatch):
     """MiniMax-H3 with a small transformer, autoencoders and canvas, and random features of text."""
-    pipe, model = MiniMaxH3Blocks().init_pipeline(), diffusers.MiniMaxH3Transformer3DModel(**videos.H3_SIZES)
+    pipe, model = MiniMaxH3Blocks().init_pipeline(), small("MiniMaxH3Transformer3DModel")
     of_video, of_sound = ({"latents_mean": [0.0] * size, "latents_std": [1.0] * size} for size in (24, 32))
     of_sound |= {"encoder_dim": 4, "latent_dim": 32, "decoder_dim": 128, "resblock_kernel_sizes": (3,)}
     of_sound["resblock_dilation_sizes"] = ((1,),)

@@ -1,55 +1,32 @@
 """Tiny pipelines that make images."""
 
-import functools
 from types import SimpleNamespace
 
 import diffusers
 import torch
 
-from tests.models.tiny.parts import (
-    FOUR_CHANNELS,
-    HEADS,
-    ROPE,
-    SQUARE,
-    TOKENS,
-    TWO_KINDS,
-    WIDTH,
-    flow,
-    like,
-    prompts,
-    text,
-)
+from tests.models.tiny.parts import SQUARE, TOKENS, WIDTH, flow, like, prompts, small, text
 from tests.tiny import encoders, flux
-from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
 
 
 def flux2():
     """Guidance is distilled; attention and MLP of a single block are one module."""
-    transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=16,
-        **TWO_KINDS,
-        joint_attention_dim=WIDTH,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(8, 8, 8, 8),
-    )
+    transformer = small("Flux2Transformer2DModel")
     pipe = diffusers.Flux2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
     return pipe, {"prompt_embeds": text(1, TOKENS, WIDTH), **SQUARE}
 
 
 def z_image():
     """Its timestep is called ``t`` and runs from 0 to 1, and its latents are a list of samples called ``x``."""
-    transformer = diffusers.ZImageTransformer2DModel(
-        **{"in_channels": flux.LATENT_CHANNELS, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2},
-        **{"n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [8, 12, 12], "axes_lens": [256, 64, 64]},
-    )
+    transformer = small("ZImageTransformer2DModel")
     prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(3 * TOKENS, WIDTH, seed=1)]}
     return diffusers.ZImagePipeline(flow(shift=3.0), flux.image_vae(), None, None, transformer), prompt
 
 
 def qwen_image_edit():
     """The given image follows the latents; the pipeline scales it to a megapixel, here of 64 tokens."""
-    transformer = diffusers.QwenImageTransformer2DModel(**SIZES, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12))
+    transformer = small("QwenImageTransformer2DModel")
     pipe = diffusers.QwenImageEditPipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe.vae_scale_factor = 64
     pipe._encode_vae_image = lambda image, generator: like(transformer, text(1, 16, 1, 16, 16, seed=2))
@@ -71,9 +48,7 @@ class NoPrompts:
 
 def qwen_image_21():
     """Keys and values of the prompt are kept from the first step, whose output alone has the prompt's tokens too."""
-    transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=16, out_channels=16, num_layers=2, **HEADS, context_in_dim=WIDTH, **ROPE
-    )
+    transformer = small("QwenImage21Transformer2DModel")
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
     )
@@ -83,12 +58,7 @@ def qwen_image_21():
 
 def hidream():
     """Its timestep is called ``timesteps``."""
-    transformer = diffusers.HiDreamImageTransformer2DModel(
-        **{"patch_size": 2, "in_channels": flux.LATENT_CHANNELS},
-        **TWO_KINDS,
-        **{"caption_channels": [WIDTH, WIDTH], "text_emb_dim": WIDTH, "axes_dims_rope": (16, 8, 8)},
-        **{"max_resolution": (32, 32), "llama_layers": [0, 1]},
-    )
+    transformer = small("HiDreamImageTransformer2DModel")
     of_t5, of_llama = (1, TOKENS, WIDTH), (2, 1, TOKENS, WIDTH)
     prompt = prompts(prompt_embeds_t5=of_t5, prompt_embeds_llama3=of_llama, pooled_prompt_embeds=(1, WIDTH))
     pipe = diffusers.HiDreamImagePipeline(flow(shift=3.0), flux.image_vae(), *[None] * 8, transformer)
@@ -98,11 +68,7 @@ def hidream():
 
 def lumina2():
     """The joint sequence does not include a prompt's padding."""
-    transformer = diffusers.Lumina2Transformer2DModel(
-        **{"in_channels": 4, "hidden_size": 64, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2},
-        **{"num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (8, 12, 12), "axes_lens": (64, 32, 32)},
-        cap_feat_dim=WIDTH,
-    )
+    transformer = small("Lumina2Transformer2DModel")
     pipe = diffusers.Lumina2Pipeline(transformer, flow(shift=3.0), None, None, None)
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, TOKENS // 2 :] = 0
@@ -112,9 +78,7 @@ def lumina2():
 
 def prx():
     """It passes timesteps from 1 to 0, and under shift 1 the first is as large as the last of the schedule."""
-    transformer = diffusers.PRXTransformer2DModel(
-        in_channels=flux.LATENT_CHANNELS, context_in_dim=WIDTH, hidden_size=64, num_heads=2, depth=2, axes_dim=[16, 16]
-    )
+    transformer = small("PRXTransformer2DModel")
     pipe = diffusers.PRXPipeline(transformer, flow(shift=1.0), *encoders.t5().values(), flux.image_vae())
     counts = torch.arange(TOKENS)[None] >= 5  # some tokenizers put padding first
     masks = {"prompt_attention_mask": counts, "negative_prompt_attention_mask": ~counts}
@@ -123,9 +87,7 @@ def prx():
 
 def chroma():
     """A mask hides the padding of its prompts but for one token; a single block projects attention and MLP together."""
-    transformer = diffusers.ChromaTransformer2DModel(
-        in_channels=16, **TWO_KINDS, joint_attention_dim=WIDTH, **ROPE, approximator_hidden_dim=16
-    )
+    transformer = small("ChromaTransformer2DModel")
     pipe = diffusers.ChromaPipeline(flow(), None, None, None, transformer)
     prompt = prompts(prompt_embeds=(2, TOKENS, WIDTH)) | SQUARE
     for seed, name in enumerate(("", "negative_")):
@@ -135,8 +97,7 @@ def chroma():
 
 def longcat_image():
     """Its pipeline takes no embeddings without a prompt, so its own encoding of prompts is replaced."""
-    form = {"in_channels": 64, **TWO_KINDS, "joint_attention_dim": WIDTH, **ROPE}
-    transformer = diffusers.LongCatImageTransformer2DModel(**form)
+    transformer = small("LongCatImageTransformer2DModel")
     pipe = diffusers.LongCatImagePipeline(flow(use_dynamic_shifting=True), None, None, None, None, transformer)
     pipe._encode_prompt = lambda prompt: like(transformer, text(len(prompt), TOKENS, WIDTH, seed=len(prompt[0])))
     return pipe, {"prompt": "a fox", "enable_prompt_rewrite": False, **SQUARE}
@@ -144,12 +105,7 @@ def longcat_image():
 
 def hunyuan_image():
     """Text of two encoders is padded, and the padding of both comes last."""
-    transformer = diffusers.HunyuanImageTransformer2DModel(
-        **FOUR_CHANNELS,
-        **{"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
-        **HEADS,
-        **{"text_embed_dim": WIDTH, "text_embed_2_dim": WIDTH, "rope_axes_dim": (16, 16)},
-    )
+    transformer = small("HunyuanImageTransformer2DModel")
     pipe = diffusers.HunyuanImagePipeline(flow(shift=5.0), None, None, None, None, None, transformer)
     prompt = {"height": 384, "width": 384}
     for seed, name in enumerate(("", "_2")):
@@ -160,14 +116,7 @@ def hunyuan_image():
 
 def krea2():
     """A prompt's padding lies between its tokens; one token is not masked at the end."""
-    transformer = diffusers.Krea2Transformer2DModel(
-        **{"in_channels": 16, "num_layers": 2},
-        **HEADS,
-        **{"num_key_value_heads": 1, "intermediate_size": 96, "timestep_embed_dim": 16, "text_hidden_dim": WIDTH},
-        **{"num_text_layers": 2, "text_num_attention_heads": 2, "text_num_key_value_heads": 1},
-        **{"text_intermediate_size": 32, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
-        **ROPE,
-    )
+    transformer = small("Krea2Transformer2DModel")
     pipe = diffusers.Krea2Pipeline(flow(use_dynamic_shifting=True), None, None, None, transformer)
     prompt = prompts(prompt_embeds=(2, TOKENS, 2, WIDTH)) | SQUARE
     for seed, name in enumerate(("", "negative_")):
@@ -179,11 +128,7 @@ def krea2():
 
 def ernie_image():
     """One call has both branches of guidance, whose prompts have different lengths."""
-    transformer = diffusers.ErnieImageTransformer2DModel(
-        **{"hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 96},
-        **FOUR_CHANNELS,
-        **{"text_in_dim": WIDTH, "rope_axes_dim": (8, 12, 12)},
-    )
+    transformer = small("ErnieImageTransformer2DModel")
     pipe = diffusers.ErnieImagePipeline(transformer, None, None, None, flow(shift=3.0))
     prompt = {"prompt_embeds": [text(TOKENS, WIDTH)], "negative_prompt_embeds": [text(4, WIDTH, seed=1)]}
     return pipe, {**prompt, **SQUARE}
@@ -193,11 +138,7 @@ def flux3():
     """A modular pipeline, whose blocks for text and image run before the joint ones."""
     from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 
-    transformer = diffusers.Flux3Transformer2DModel(
-        **{"in_channels": 16, "cond_in_channels": 16, "num_layers": 1, "num_single_layers": 2},
-        **HEADS,
-        **{"joint_attention_dim": WIDTH, "timestep_channels": 32, "axes_dims_rope": (8, 8, 8, 8)},
-    )
+    transformer = small("Flux3Transformer2DModel")
     pipe = Flux3CoreDenoiseStep().init_pipeline()
     pipe.update_components(transformer=transformer, scheduler=flow())
     masks = dict.fromkeys(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.ones(1, TOKENS).bool())
@@ -206,15 +147,7 @@ def flux3():
 
 def glm_image():
     """Tokens that another model drew first, here random ones, join the latents; guidance drops them in its branch."""
-    transformer = diffusers.GlmImageTransformer2DModel(
-        **FOUR_CHANNELS,
-        num_layers=2,
-        **HEADS,
-        text_embed_dim=WIDTH,
-        time_embed_dim=32,
-        condition_dim=8,
-        prior_vq_quantizer_codebook_size=16,
-    )
+    transformer = small("GlmImageTransformer2DModel")
     pipe = diffusers.GlmImagePipeline(None, None, None, None, None, transformer, flow(use_dynamic_shifting=True))
     drawn = torch.randint(16, (1, 144), generator=torch.Generator().manual_seed(0))
     return pipe, {**prompts(prompt_embeds=(1, TOKENS, WIDTH)), "prior_token_ids": drawn, **SQUARE}
@@ -222,13 +155,8 @@ def glm_image():
 
 def ideogram4():
     """It has a transformer for each branch of guidance."""
-    transformer = functools.partial(
-        diffusers.Ideogram4Transformer2DModel,
-        **{"in_channels": 4 * flux.LATENT_CHANNELS, "num_layers": 2},
-        **HEADS,
-        **{"intermediate_size": 64, "adaln_dim": 32, "llm_features_dim": WIDTH, "mrope_section": (6, 5, 5)},
-    )
-    pipe = diffusers.Ideogram4Pipeline(flow(), flux.image_vae(), None, None, transformer(), transformer())
+    pair = (small("Ideogram4Transformer2DModel") for _ in range(2))
+    pipe = diffusers.Ideogram4Pipeline(flow(), flux.image_vae(), None, None, *pair)
 
     def encode_prompt(prompt, grid_h, grid_w, max_sequence_length, device):
         ids = pipe._prepare_ids([max_sequence_length], grid_h, grid_w, max_sequence_length, device)

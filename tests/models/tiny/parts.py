@@ -1,16 +1,22 @@
 """Components and arguments of tiny pipelines."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import diffusers
 import torch
 
 from tests.tiny import encoders
 
+SIZES = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))  # by class
 TOKENS, WIDTH = 12, encoders.FEATURES  # of prompts
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
-TWO_KINDS = {**HEADS, "num_layers": 1, "num_single_layers": 1}  # of blocks
-ROPE = {"axes_dims_rope": (8, 12, 12)}
-FOUR_CHANNELS = {"in_channels": 4, "out_channels": 4}
 SQUARE = {"height": 192, "width": 192}
+
+
+def small(kind: str, **changes: Any) -> diffusers.ModelMixin:
+    """A transformer of diffusers' class, with the sizes of transformers.json and changes."""
+    return getattr(diffusers, kind)(**SIZES[kind] | changes)
 
 
 def text(*shape: int, seed: int = 0) -> torch.Tensor:

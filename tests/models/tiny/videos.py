@@ -8,7 +8,7 @@ import diffusers
 import torch
 from transformers import CLIPVisionModel
 
-from tests.models.tiny.parts import HEADS, TOKENS, WIDTH, flow, prompts, text
+from tests.models.tiny.parts import TOKENS, WIDTH, flow, prompts, small, text
 from tests.tiny import encoders, tiny_pipeline
 from tests.tiny.families import SIZES
 from tests.tiny.inputs import random_picture
@@ -16,18 +16,10 @@ from tests.tiny.inputs import random_picture
 H3_SHIFTS = {"": 12.0, "audio_": 3.0}
 H3_VIDEO, H3_AUDIO = (24, 16), (10, 8)  # tokens and channels of MiniMax-H3's latents
 
-H3_SIZES = {"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 48, "num_layers": 2, "ffn_dim": 64}
-H3_SIZES |= {"num_refiner_layers": 1, "text_dim": WIDTH, "freq_dim": 16, "rope_freq_dim": 4}
-H3_SIZES |= {"time_embed_hidden_dim": 32, "time_embed_dim": 16}
-
 
 def kandinsky5():
     """Latents ``[B, F, H, W, C]``, and text in separate blocks."""
-    transformer = diffusers.Kandinsky5Transformer3DModel(
-        **{"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 32},
-        **{"model_dim": 64, "ff_dim": 128, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12)},
-        visual_cond=True,
-    )
+    transformer = small("Kandinsky5Transformer3DModel")
     pipe = diffusers.Kandinsky5T2VPipeline(transformer, None, None, None, None, None, flow(shift=3.0))
     prompt = prompts(prompt_embeds_qwen=(1, TOKENS, WIDTH), prompt_embeds_clip=(1, WIDTH))
     lengths = dict.fromkeys(("prompt_cu_seqlens", "negative_prompt_cu_seqlens"), torch.tensor([0, TOKENS]))
@@ -36,13 +28,7 @@ def kandinsky5():
 
 def ltx2():
     """A video and a sound track; the tokens of either attend to the other's."""
-    transformer = diffusers.LTX2VideoTransformer3DModel(
-        **{"in_channels": 8, "out_channels": 8},
-        **HEADS,
-        **{"cross_attention_dim": 64, "audio_in_channels": 32, "audio_out_channels": 32},
-        **{"audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32},
-        **{"num_layers": 2, "caption_channels": WIDTH, "rope_type": "split", "perturbed_attn": True},
-    )
+    transformer = small("LTX2VideoTransformer3DModel")
     connector = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
     connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
         caption_channels=WIDTH,
@@ -52,8 +38,9 @@ def ltx2():
         audio_connector_num_learnable_registers=None,
     )
     vae = tiny_pipeline("ltx").vae
-    small = {"base_channels": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2}
-    audio_vae = diffusers.AutoencoderKLLTX2Audio(**small)
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=32, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2
+    )
     vocoder = diffusers.pipelines.ltx2.LTX2Vocoder(128, 8, 2, [4], [2], [3], [[1]])
     scheduler = flow(use_dynamic_shifting=True)
     pipe = diffusers.LTX2Pipeline(scheduler, vae, audio_vae, None, None, connectors, transformer, vocoder)
@@ -77,7 +64,7 @@ def minimax_h3(name="transformer"):
     loop = {"transformer": denoise.MiniMaxH3DenoiseStep, "transformer_ref": denoise.MiniMaxH3Ref2VADenoiseStep}[name]
     steps = {"set_timesteps": before_denoise.MiniMaxH3SetTimestepsStep(), "denoise": loop()}
     pipe = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
-    transformer = diffusers.MiniMaxH3Transformer3DModel(**H3_SIZES, in_channels=4, audio_in_channels=8)
+    transformer = small("MiniMaxH3Transformer3DModel", in_channels=4, audio_in_channels=8)
     schedulers = {f"{kind}scheduler": diffusers.MiniMaxH3Scheduler(shift) for kind, shift in H3_SHIFTS.items()}
     pipe.update_components(**{name: transformer}, **schedulers)
     modalities = torch.tensor([1] * TOKENS + [0] * H3_VIDEO[0] + [2] * H3_AUDIO[0])
@@ -100,7 +87,7 @@ def minimax_h3_whole():
 
     pipe = MiniMaxH3CoreDenoiseStep().init_pipeline()
     schedulers = {f"{kind}scheduler": StepScheduler(shift) for kind, shift in H3_SHIFTS.items()}
-    pipe.update_components(transformer=diffusers.MiniMaxH3Transformer3DModel(**H3_SIZES), **schedulers)
+    pipe.update_components(transformer=small("MiniMaxH3Transformer3DModel"), **schedulers)
     prompt = {"prompt_embeds": text(1, TOKENS, WIDTH), "text_token_tags": torch.ones(TOKENS, dtype=torch.long)}
     return pipe, {**prompt, "height": 64, "width": 64, "num_frames": 124}
 
@@ -132,11 +119,7 @@ class PlainSound(diffusers.ModelMixin):
 
 def cosmos3():
     """A video with sound, which have ``vision_timesteps`` and ``sound_timesteps`` instead of one timestep."""
-    transformer = diffusers.Cosmos3OmniTransformer(
-        **{"head_dim": 32, "hidden_size": 64, "intermediate_size": 64, "latent_channel": 16, "num_attention_heads": 2},
-        **{"num_key_value_heads": 1, "num_hidden_layers": 2, "patch_latent_dim": 64, "rope_axes_dim": (8, 4, 4)},
-        **{"vocab_size": 16, "sound_gen": True, "sound_dim": 8},
-    )
+    transformer = small("Cosmos3OmniTransformer")
     steps = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     scheduler = diffusers.UniPCMultistepScheduler(**steps)
     pipe = diffusers.Cosmos3OmniPipeline(
@@ -177,13 +160,7 @@ def wan_vace():
 
 def wan_animate():
     """Faces of another video are attended to between blocks."""
-    transformer = diffusers.WanAnimateTransformer3DModel(
-        **WAN,
-        **{"in_channels": 36, "image_dim": WIDTH, "added_kv_proj_dim": 64},
-        **{"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_style_dim": 8},
-        **{"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2},
-        inject_face_latents_blocks=2,
-    )
+    transformer = small("WanAnimateTransformer3DModel")
     vae = diffusers.AutoencoderKLWan(
         base_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[True, True], scale_factor_spatial=4
     )
@@ -196,9 +173,7 @@ def wan_animate():
 
 def helios():
     """One part of a video, which follows its history in three resolutions."""
-    transformer = diffusers.HeliosTransformer3DModel(
-        **HEADS, num_layers=2, text_dim=WIDTH, freq_dim=16, ffn_dim=128, rope_dim=(8, 12, 12), is_amplify_history=True
-    )
+    transformer = small("HeliosTransformer3DModel")
     pipe = diffusers.HeliosPipeline(
         None, None, wan_parts()["vae"], diffusers.HeliosScheduler(stages=1, stage_range=[0, 1]), transformer
     )
@@ -227,15 +202,7 @@ def diffusion_forcing():
 
 def anyflow_far():
     """A video is made chunk by chunk; each call returns its keys and values with its prediction."""
-    transformer = diffusers.AnyFlowFARTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=24,
-        text_dim=WIDTH,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=32,
-        chunk_partition=(1, 1, 1),
-    )
+    transformer = small("AnyFlowFARTransformer3DModel")
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True]
     )
