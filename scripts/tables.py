@@ -45,9 +45,8 @@ def rendered(file: Path) -> str | None:
 
 
 def as_json(document: Any) -> str:
-    """JSON of a result, with one row of a list a line, and seven digits of a number."""
-    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.7g}"))
-    return _json(rounded, "\n") + "\n"
+    """JSON of a result, with one row of a list a line."""
+    return _json(document, "\n") + "\n"
 
 
 def _json(value: Any, line: str) -> str:
@@ -70,14 +69,18 @@ def _has_rows(value: Any) -> bool:
 
 
 def write_result(file: Path | None, document: Any, table: str | None = None) -> None:
-    """Write a result to a JSON file, or with ``table`` to the .json and .md files of a stem; None = write nothing."""
+    """Write a result to a JSON file, or with ``table`` to the .json and .md files of a stem; None = write nothing.
+
+    Numbers have seven digits.
+    """
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     if table is not None:  # not with_suffix: names such as wan-1.3b have a dot
         file.with_name(f"{file.name}.md").write_text(table, encoding="utf-8")
         file = file.with_name(f"{file.name}.json")
-    file.write_text(as_json(document), encoding="utf-8")
+    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.7g}"))
+    file.write_text(as_json(rounded), encoding="utf-8")
 
 
 def write_rows(

@@ -27,13 +27,13 @@ from torch import nn
 
 from dit_accel.stages.decode import FUSED, FusedDecode, FusedEncode
 from dit_accel.tools.measure.origin import describe_run
-from scripts.bench.call_speed.pipelines import AUTOENCODERS, LTX2, TINY_H3, TINY_LTX
+from scripts.bench.call_speed.pipelines import AUTOENCODERS
 from scripts.bench.model_speed.measures import peak_memory, stopwatch
 from scripts.bench.model_speed.models import as_loaded
 from scripts.bench.model_speed.ranks import join
 from scripts.tables import write_result
 
-FLUX = AUTOENCODERS["flux"].config
+FLUX, LTX2, TINY_H3 = AUTOENCODERS["flux"].config, AUTOENCODERS["ltx2"].config, AUTOENCODERS["minimax-h3"].tiny
 TINY = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 4}
 TINY_FLUX2 = {**TINY, "latent_channels": 32}
 TINY_VIDEO = {"base_dim": 8}
@@ -50,6 +50,8 @@ LTX = {  # 0.9.5 to 0.9.8
     "upsample_factor": (2,) * 3,
     "timestep_conditioning": True,
 }
+TINY_LTX = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
+TINY_LTX |= {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
 CASES = (  # class after AutoencoderKL, config, toy config, what is decoded, shape of the latents, dtypes
     ("", FLUX, TINY, "FLUX.1, 1024 x 1024", (1, 16, 128, 128), "bf16 fp16 fp32"),
     ("", FLUX, TINY, "FLUX.1, 2048 x 2048", (1, 16, 256, 256), "bf16 fp32"),

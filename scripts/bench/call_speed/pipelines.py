@@ -1,10 +1,12 @@
 """Pipelines to time, at published and at toy size, with text encoders and autoencoders; all weights are random."""
 
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -14,7 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, MiniMaxH3Scheduler, UniPC
 from torch import nn
 
 from dit_accel.modular_call import called_as_standard
-from scripts.bench.model_speed.models import MODELS, TINY, TINY_FLUX, TINY_MINIMAX_H3, as_loaded
+from scripts.bench.model_speed.models import MODELS, TINY, TINY_SIZES, as_loaded
 
 Sizes = Mapping[str, Any]
 
@@ -76,107 +78,13 @@ class Case:
     tiny_frames: int = 5
 
 
-_NARROW = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-_NARROW_LLAMA = {**_NARROW, "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 8}
-_T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
-_TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
-_QWEN3 = {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}
-_QWEN25 = {
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-}
-_QWEN3_32B = {**_QWEN3, "tie_word_embeddings": False}
-_QWEN3_32B |= {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
-_GEMMA3 = {"hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "sliding_window": 1024}
-_GEMMA3 |= {"num_attention_heads": 16, "num_key_value_heads": 8}
-_TINY_GEMMA3 = {"text_config": _NARROW_LLAMA, "vision_config": {**_NARROW, "image_size": 64, "patch_size": 4}}
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_320,
-}
+def _parts(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Part]:
+    return {name: Part(**row) for name, row in rows.items()}
 
 
-def _qwen_vl(text: Sizes, sections: list[int]) -> Sizes:
-    """Add the rotary embedding, and a small vision tower, which sees no image."""
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
-    vision = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "fullatt_block_indexes": [0]}
-    vision |= {"deepstack_visual_indexes": [0]}
-    return {
-        "text_config": {**text, "rope_parameters": rope},
-        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
-    }
-
-
-ENCODERS = {
-    "clip-l": Part(
-        "CLIPTextModel",
-        {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12},
-        {**_NARROW, "vocab_size": 64},
-    ),
-    "t5-xxl": Part("T5EncoderModel", {**_T5, "vocab_size": 32_128}, _TINY_T5),
-    "umt5-xxl": Part("UMT5EncoderModel", {**_T5, "vocab_size": 256_384}, _TINY_T5),
-    "qwen2.5-vl-7b": Part(
-        "Qwen2_5_VLForConditionalGeneration",
-        _qwen_vl(_QWEN25, [16, 24, 24]),
-        _qwen_vl({**_NARROW_LLAMA, "hidden_size": 32, "head_dim": 16}, [2, 3, 3]),
-    ),
-    "qwen3-vl-32b": Part(
-        "Qwen3VLForConditionalGeneration",
-        _qwen_vl(_QWEN3_32B, [24, 20, 20]),
-        _qwen_vl({**_NARROW_LLAMA, "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 51}, [2, 3, 3]),
-    ),
-    "qwen3-4b": Part("Qwen3ForCausalLM", _QWEN3, _NARROW_LLAMA),
-    "qwen3-4b-states": Part("Qwen3Model", _QWEN3, _NARROW_LLAMA),
-    "gemma3-12b": Part("Gemma3ForConditionalGeneration", {**_TINY_GEMMA3, "text_config": _GEMMA3}, _TINY_GEMMA3),
-    "llama-8b": Part("LlamaModel", _LLAMA, {**_NARROW_LLAMA, "hidden_size": 32, "num_hidden_layers": 3}),
-}
-_BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-_IMAGES = {**_BLOCKS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-_IMAGES |= {"scaling_factor": 0.3611, "shift_factor": 0.1159}
-_NARROW_BLOCKS = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
-TINY_H3 = {"block_out_channels": (8,) * 6, "layers_per_block": 1, "norm_num_groups": 4}
-TINY_H3 |= {"decoder_num_layers": 2, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16}
-_UNSCALED = {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32}
-_TINY_SOUND = {"encoder_dim": 2, "latent_dim": 64, "num_attention_heads": 2, "decoder_dim": 128}
-_TINY_SOUND |= {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
-LTX2 = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
-TINY_LTX = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
-TINY_LTX |= {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4}
-_TINY_LTX2 = {**TINY_LTX, "latent_channels": 8, "decoder_spatial_padding_mode": "zeros"}  # height 1 has no reflection
-AUTOENCODERS = {
-    "flux": Part(
-        "AutoencoderKL",
-        {**_IMAGES, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
-        {**_IMAGES, **_NARROW_BLOCKS},
-    ),
-    "flux2": Part("AutoencoderKLFlux2", {}, _NARROW_BLOCKS),
-    "qwen-image": Part("AutoencoderKLQwenImage", {}, {"base_dim": 8}),
-    "wan": Part("AutoencoderKLWan", {}, {"base_dim": 8}),
-    "hunyuan": Part("AutoencoderKLHunyuanVideo", {}, _NARROW_BLOCKS),
-    "ltx2": Part("AutoencoderKLLTX2Video", LTX2, {**LTX2, **_TINY_LTX2}),
-    "minimax-h3": Part("AutoencoderKLMiniMaxH3", {}, TINY_H3),
-}
-_TINY_CONNECTORS = {"rope_type": "split", "caption_channels": 16, "text_proj_in_factor": 3}
-_TINY_CONNECTORS |= {f"{kind}_connector_num_attention_heads": 2 for kind in ("video", "audio")}
-_TINY_CONNECTORS |= {f"{kind}_connector_attention_head_dim": 8 for kind in ("video", "audio")}
-_TINY_MEL = {"base_channels": 4, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 8}
+_ROWS = json.loads(Path(__file__).with_name("parts.json").read_text(encoding="utf-8"))
+ENCODERS = _parts(_ROWS["encoders"])  # vision towers are small, because they see no image
+AUTOENCODERS = _parts(_ROWS["autoencoders"])
 
 
 class Processor:
@@ -194,9 +102,7 @@ def _shifting(**config: Any) -> Callable[[], Any]:
     return lambda: FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **config)
 
 
-_TINY_Z_IMAGE = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16}
-_TINY_Z_IMAGE |= {"axes_dims": [4, 6, 6], "axes_lens": [1024, 64, 64]}
-_TINY_H3_BLOCKS = {**TINY_MINIMAX_H3, "text_dim": 32, "in_channels": 24, "audio_in_channels": 32}
+_TINY_H3_BLOCKS = {**TINY_SIZES["minimax-h3"], "text_dim": 32, "in_channels": 24, "audio_in_channels": 32}
 _CLIP_480P = (480, 832, 81)
 _FLUX_TEXTS = {"": ("clip-l", 60), "_2": ("t5-xxl", 60)}
 FEW_STEPS = 8  # at most; presets compute nearly all of so few
@@ -214,7 +120,7 @@ CASES = {
     "flux-schnell": Case(
         "flux.1-schnell",
         "FluxPipeline",
-        (diffusers.FluxTransformer2DModel, lambda: diffusers.FluxTransformer2DModel(**TINY_FLUX)),
+        (diffusers.FluxTransformer2DModel, lambda: diffusers.FluxTransformer2DModel(**TINY_SIZES["flux"])),
         _FLUX_TEXTS,
         "flux",
         lambda: FlowMatchEulerDiscreteScheduler(shift=1.0),
@@ -246,7 +152,7 @@ CASES = {
     "z-image-turbo": Case(
         "z-image-turbo",
         "ZImagePipeline",
-        (diffusers.ZImageTransformer2DModel, lambda: diffusers.ZImageTransformer2DModel(**_TINY_Z_IMAGE)),
+        (diffusers.ZImageTransformer2DModel, lambda: diffusers.ZImageTransformer2DModel(**TINY_SIZES["z-image"])),
         {"": ("qwen3-4b-states", 60)},
         "flux",
         lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -288,11 +194,7 @@ CASES = {
         (Call(30, EVERY_FIFTH, 3, {"negative_prompt": "blurred"}, sparse="ltx2"),),  # three by default
         size=(512, 768, 121),
         tiny_frames=9,
-        more={
-            "connectors": Part("pipelines.ltx2.LTX2TextConnectors", {"rope_type": "split"}, _TINY_CONNECTORS),
-            "audio_vae": Part("AutoencoderKLLTX2Audio", {}, _TINY_MEL),
-            "vocoder": Part("pipelines.ltx2.LTX2Vocoder", {}, {"in_channels": 16, "hidden_channels": 32}),
-        },
+        more=_parts(_ROWS["ltx2"]),
     ),
     "minimax-h3": Case(
         "minimax-h3",
@@ -305,7 +207,7 @@ CASES = {
         size=(480, 832, 124),  # 5 s
         tiny_frames=124,  # its blocks take no fewer
         components={"audio_scheduler": MiniMaxH3Scheduler(3.0), "processor": Processor()},
-        more={"audio_vae": Part("AutoencoderKLMiniMaxH3Audio", _UNSCALED, {**_UNSCALED, **_TINY_SOUND})},
+        more=_parts(_ROWS["minimax-h3"]),
     ),
 }
 CASES["wan-14b"] = replace(CASES["wan-1.3b"], model="wan2.1-t2v-14b-diffusers", transformer=_both("wan-14b"))

@@ -1,10 +1,12 @@
 """Transformers to time, at published and at toy size, and the arguments that their pipelines pass."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -274,64 +276,23 @@ MODELS = {
     "wan-i2v-14b": _wan(IMAGE_TO_VIDEO, CLIP_480P, 4096, variants=CFG),
 }
 
-_TINY_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
-_TINY_ROPE = {"axes_dims_rope": (4, 6, 6)}
+TINY_SIZES = json.loads(Path(__file__).with_name("tiny.json").read_text(encoding="utf-8"))
+_TINY_FLUX, _TINY_FLUX2, _TINY_WAN = map(TINY_SIZES.get, ("flux", "flux2", "wan"))
+_TINY_WAN_I2V = {**_TINY_WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 32}
 _TINY_CLIP = (1, 16, 3, 16, 18)
-_TINY_WAN = {**_TINY_ATTENTION, "ffn_dim": 32, "num_layers": 2, "text_dim": 32, "freq_dim": 16}
-TINY_FLUX = {
-    **_TINY_ATTENTION,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "joint_attention_dim": 32,
-    "pooled_projection_dim": 16,
-    **_TINY_ROPE,
-}
-_TINY_FLUX2 = {
-    **_TINY_ATTENTION,
-    "num_layers": 1,
-    "num_single_layers": 2,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 4, 4, 4),
-}
-_TINY_KREA2 = {
-    **_TINY_ATTENTION,
-    **_TINY_ROPE,
-    "num_layers": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "timestep_embed_dim": 16,
-    "text_hidden_dim": 32,
-    "num_text_layers": 2,
-    "text_num_attention_heads": 2,
-    "text_num_key_value_heads": 2,
-    "text_intermediate_size": 32,
-}
-_TINY_LTX2 = {**_TINY_ATTENTION, **{f"audio_{name}": value for name, value in _TINY_ATTENTION.items()}}
-_TINY_LTX2 |= {"in_channels": 8, "out_channels": 8, "audio_in_channels": 4, "audio_out_channels": 4}
-_TINY_LTX2 |= {"cross_attention_dim": 32, "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16}
-TINY_MINIMAX_H3 = {**_TINY_ATTENTION, "hidden_size": 48, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 32}
-TINY_MINIMAX_H3 |= {"in_channels": 4, "audio_in_channels": 8, "text_dim": 16, "freq_dim": 16, "rope_freq_dim": 2}
-TINY_MINIMAX_H3 |= {"time_embed_hidden_dim": 16, "time_embed_dim": 16}
 TINY = {
-    "flux": _flux(TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
-    **{f"flux-{side}": replace(_flux(TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}) for side in (512, 2048)},
+    "flux": _flux(_TINY_FLUX, {"num_layers": 1, "num_single_layers": 1}, *(12, 37, 32, 16)),
+    **{f"flux-{side}": replace(_flux(_TINY_FLUX, {}, *(16, 37, 32, 16)), variants={}) for side in (512, 2048)},
     "flux2": _flux2(_TINY_FLUX2, 12, 32),
     "flux2-klein-4b": _flux2({**_TINY_FLUX2, "guidance_embeds": False}, 12, 32),
-    "qwen-image": _qwen_image({**_TINY_ATTENTION, **_TINY_ROPE, "num_layers": 2, "joint_attention_dim": 32}, 12, 32),
-    "krea2": _krea2(_TINY_KREA2, 12, 80, 2, 32),
-    "hunyuan": _hunyuan(
-        {**_TINY_ATTENTION, **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers"), 1)}
-        | {"text_embed_dim": 32, "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6)},
-        _TINY_CLIP,
-        *(32, 16),
-    ),
-    "ltx2": _ltx2(_TINY_LTX2, (3, 6, 8), 10, 12, 16),
-    "minimax-h3": _minimax_h3(TINY_MINIMAX_H3, (3, 6, 8), 10, 12, 16),
+    "qwen-image": _qwen_image(TINY_SIZES["qwen-image"], 12, 32),
+    "krea2": _krea2(TINY_SIZES["krea2"], 12, 80, 2, 32),
+    "hunyuan": _hunyuan(TINY_SIZES["hunyuan"], _TINY_CLIP, 32, 16),
+    "ltx2": _ltx2(TINY_SIZES["ltx2"], (3, 6, 8), 10, 12, 16),
+    "minimax-h3": _minimax_h3(TINY_SIZES["minimax-h3"], (3, 6, 8), 10, 12, 16),
     "wan-1.3b": _wan(_TINY_WAN, _TINY_CLIP, 32, variants=CFG),
     "wan-14b": _wan(_TINY_WAN, _TINY_CLIP, 32, **CFG["CFG"]),
-    "wan-i2v-14b": _wan(
-        {**_TINY_WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 32}, _TINY_CLIP, 32, variants=CFG
-    ),
+    "wan-i2v-14b": _wan(_TINY_WAN_I2V, _TINY_CLIP, 32, variants=CFG),
 }
 
 
