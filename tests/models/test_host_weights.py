@@ -166,6 +166,7 @@ def test_a_layer_that_runs_unchanged_gets_its_weight_back(monkeypatch):
     on_device = {layer for layer in linears.all_layers if layer.weight.device == META}
     assert on_device == {attn.to_k, attn.to_v} and not on_device & set(linears.on_host)
     assert any("have weights on the device" in note for note in pipe.dit_accel.report().notes)
+    assert not on_device & set(linears_of(on_host(pipe, "balanced")).on_host), "they stay there under a later preset"
     restore_pipeline(pipe)
     assert all(item.device == META for item in pipe.transformer.parameters())
 
