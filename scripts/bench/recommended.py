@@ -59,36 +59,43 @@ def run_model(name: str, options: argparse.Namespace, device: torch.device, dead
     for preset in dict.fromkeys(facts["preset"] for facts in cards):
         call_of(accelerate_pipeline(pipe, preset, schedule=TIMED), case, 2, tiny=options.tiny)
     for facts in sorted(cards, key=lambda item: item["card_gib"]):
-        lines, limit = facts["lines"], facts["card_gib"] - CONTEXT
-        if "error" in row or row.get("lines") != lines:
-            row = {}
-        if not row and lines and time.monotonic() < deadline:
-            try:
-                limit_memory(device, None)
-                restore_pipeline(pipe)
-                if device.type == "cuda":
-                    pipe.remove_all_hooks()
-                for part in filter(lambda part: isinstance(part, torch.nn.Module), pipe.components.values()):
-                    stop_group_offload(part)
-                ours = SimpleNamespace(accelerate_pipeline=partial(accelerate_pipeline, schedule=facts["schedule"]))
-                names = {"pipe": pipe, "torch": torch, "dit_accel": ours}
-                for line in lines:
-                    if device.type == "cuda" or line.startswith("dit_accel"):
-                        exec(line, names)
-                limit_memory(device, limit)
-                first = row = call_of(pipe, case, MOST, tiny=options.tiny)
-                if first["measured_seconds"] < LONG:
-                    row = call_of(pipe, case, MOST, tiny=options.tiny, prompt="a hare")
-                row |= facts | {key: max(first[key] or 0, row[key] or 0) for key in ("peak_gib", "reserved_gib")}
-                row |= {"first_seconds": first["seconds"], "ran": [facts["preset"]]}
-                accelerate = next(line for line in lines if line.startswith("dit_accel"))
-                for preset in facts["others"] if time.monotonic() < deadline else ():
-                    exec(accelerate.replace(facts["preset"], preset), names)
-                    reserved = call_of(pipe, case, 2, tiny=options.tiny)["reserved_gib"]
-                    row |= {"ran": [*row["ran"], preset], "reserved_gib": max(reserved or 0, row["reserved_gib"])}
-            except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
-                row["error"] = headline(problem)
+        if "error" in row or row.get("lines") != facts["lines"]:
+            may_begin = facts["lines"] and time.monotonic() < deadline
+            row = measured(pipe, case, facts, options, device, deadline) if may_begin else {}
         yield {"case": name, **row, **facts}
+
+
+def measured(
+    pipe: Any, case: Case, facts: Row, options: argparse.Namespace, device: torch.device, deadline: float
+) -> Row:
+    """Run a pipeline as the lines place it: the row of a call, and the presets that ran; or an error."""
+    row: Row = {}
+    try:
+        limit_memory(device, None)
+        restore_pipeline(pipe)
+        if device.type == "cuda":
+            pipe.remove_all_hooks()
+        for part in filter(lambda part: isinstance(part, torch.nn.Module), pipe.components.values()):
+            stop_group_offload(part)
+        ours = SimpleNamespace(accelerate_pipeline=partial(accelerate_pipeline, schedule=facts["schedule"]))
+        names = {"pipe": pipe, "torch": torch, "dit_accel": ours}
+        for line in facts["lines"]:
+            if device.type == "cuda" or line.startswith("dit_accel"):
+                exec(line, names)
+        limit_memory(device, facts["card_gib"] - CONTEXT)
+        first = row = call_of(pipe, case, MOST, tiny=options.tiny)
+        if first["measured_seconds"] < LONG:
+            row = call_of(pipe, case, MOST, tiny=options.tiny, prompt="a hare")
+        row |= facts | {key: max(first[key] or 0, row[key] or 0) for key in ("peak_gib", "reserved_gib")}
+        row |= {"first_seconds": first["seconds"], "ran": [facts["preset"]]}
+        accelerate = next(line for line in facts["lines"] if line.startswith("dit_accel"))
+        for preset in facts["others"] if time.monotonic() < deadline else ():
+            exec(accelerate.replace(facts["preset"], preset), names)
+            reserved = call_of(pipe, case, 2, tiny=options.tiny)["reserved_gib"]
+            row |= {"ran": [*row["ran"], preset], "reserved_gib": max(reserved or 0, row["reserved_gib"])}
+    except Exception as problem:  # most of all torch.OutOfMemoryError, which this is to find
+        row["error"] = headline(problem)
+    return row
 
 
 def placement(case: Case, card: str) -> Row:
