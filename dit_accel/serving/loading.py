@@ -131,7 +131,7 @@ def quantize(pipe: Any, kind: str, place: torch.device) -> None:
 
 
 def _offload_groups(pipe: Any, place: torch.device) -> None:
-    """Move blocks of transformers, and layers of other models, to the device when they run; a stream uploads ahead."""
+    """Move blocks of transformers, and layers of other models, to the device when they run; streams upload ahead."""
     import torch
     from diffusers.hooks import apply_group_offloading
 
@@ -144,7 +144,7 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
         if not isinstance(part, torch.nn.Module) or part in transformers.values():
             continue
         if moves_by_layers(part):
-            apply_group_offloading(part, place, offload_type="leaf_level")
+            apply_group_offloading(part, place, offload_type="leaf_level", use_stream=True)
         else:
             part.to(place)
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, hooks
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -185,18 +185,20 @@ def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path):
     assert any("on the host" in note for note in json.loads((tmp_path / "a.json").read_text())["report"]["notes"])
 
 
+def without_streams(monkeypatch):
+    """Whether each group offload asks for a stream, which it does not get."""
+    apply, asked = hooks.apply_group_offloading, []
+    streamless = lambda *args, use_stream, **named: asked.append(use_stream) or apply(*args, **named)  # noqa: E731
+    monkeypatch.setattr(hooks, "apply_group_offloading", streamless)
+    return asked
+
+
 def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):
-    """Results are the plain ones. A CPU has no streams, so they are asked for only."""
+    """Results are the plain ones. A CPU has no streams; each of the four models asks for one."""
     pipe, plain = tiny_pipeline("flux"), tiny_output(tiny_pipeline("flux"), "flux", steps=6)
-    enable, asked = pipe.transformer.enable_group_offload, []
-
-    def without_stream(place, **named):
-        asked.append(named.pop("use_stream"))
-        enable(place, **named)
-
-    monkeypatch.setattr(pipe.transformer, "enable_group_offload", without_stream, raising=False)
+    asked = without_streams(monkeypatch)
     loading._offload_groups(pipe, torch.device("cpu"))
-    assert asked == [True]
+    assert asked == [True] * 4
     assert find_hook(pipe.transformer.transformer_blocks[0], OFFLOAD_HOOK) is not None
     assert find_hook(pipe.transformer.transformer_blocks[0].attn.to_q, OFFLOAD_HOOK) is None
     assert find_hook(pipe.vae.decoder.conv_in, OFFLOAD_HOOK) is not None
@@ -208,6 +210,7 @@ def test_group_offload_leaves_models_whole_that_have_no_groups(monkeypatch):
     pipe = tiny_pipeline("framepack")
     monkeypatch.setattr(pipe.vae, "_supports_group_offloading", False, raising=False)
     monkeypatch.setattr(pipe.transformer, "enable_group_offload", lambda *_, **__: None, raising=False)
+    without_streams(monkeypatch)
     loading._offload_groups(pipe, torch.device("cpu"))
     parts = [pipe.vae, pipe.image_encoder, pipe.text_encoder, pipe.text_encoder_2]
     assert [any(find_hook(each, OFFLOAD_HOOK) for each in part.modules()) for part in parts] == [False] * 2 + [True] * 2
