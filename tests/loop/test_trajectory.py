@@ -66,7 +66,7 @@ def test_only_replaced_latents_are_found(form, dtype, branches, order):
 @pytest.mark.parametrize("step", range(1, STEPS - 1))
 def test_each_step_and_each_sample_is_compared(step):
     def edit(at, sigma, latents):
-        latents[1, :48] = pasted(1.0, [step])(at, sigma, latents)[1, :48]
+        latents[1, :48] = pasted(1.0, [step])(at, sigma, latents.clone())[1, :48]
         return latents
 
     assert replacements(pasted(1.0, [step])) == replacements(edit) == [step + 1]
