@@ -126,7 +126,7 @@ def test_a_limit_is_the_largest_value(kind, largest, beyond):
 
 @pytest.mark.parametrize(
     ("mode", "colour", "level"),
-    [("L", 255, 255), ("L", 0, 0), ("RGBA", (255, 255, 255, 0), 255), ("RGBA", (0, 0, 0, 255), 0), ("RGB", 0, 0)],
+    [("L", 255, 255), ("L", 0, 0), ("RGBA", (0, 0, 0, 0), 255), ("RGBA", (0, 0, 0, 255), 0), ("RGB", 0, 0)],
     ids=["white", "black", "transparent", "opaque", "colours"],
 )
 def test_a_mask_of_one_value_is_that_everywhere(mode, colour, level):
