@@ -34,13 +34,13 @@ MUTANTS: list[Mutant] = table({
          '        captions = [labels[0], *(f"frame {index}" for index in chosen[1:])]')],
     "dit_accel/cli/generate.py": [
         ("files-of-another-rate", "a resumed job with another frame rate makes its files again",
-         "tests/cli/test_manifest.py",
+         "tests/cli/test_written.py",
          '(("dtype", options.dtype), ("fps", options.fps)) if value}', '(("dtype", options.dtype),) if value}')],
     "dit_accel/cli/comparison.py": [
         ("results-of-the-first", "each result is compared with its own plain one", "tests/cli/test_comparison.py",
          "medium.write_comparison(plain.output.results[index],", "medium.write_comparison(plain.output.results[0],"),
         ("the-plain-sound-is-measured", "a quieter accelerated sound has a negative ratio",
-         "tests/cli/test_comparison.py",
+         "tests/cli/test_written.py",
          "audio_quality(fast.sounds[0], plain.sounds[0])", "audio_quality(plain.sounds[0], fast.sounds[0])")],
     "dit_accel/cli/web_texts.py": [
         ("one-speed-up-for-all", "the page's speed-up of a whole call is that of its seconds",
