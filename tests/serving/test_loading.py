@@ -186,7 +186,7 @@ def test_a_command_keeps_weights_on_the_host(run, folder, tmp_path):
 
 
 def without_streams(monkeypatch):
-    """Whether each group offload asks for a stream, which it does not get."""
+    """Requests of group offloads for a stream, which they do not get."""
     apply, asked = hooks.apply_group_offloading, []
     streamless = lambda *args, use_stream, **named: asked.append(use_stream) or apply(*args, **named)  # noqa: E731
     monkeypatch.setattr(hooks, "apply_group_offloading", streamless)
