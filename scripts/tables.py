@@ -71,7 +71,7 @@ def _has_rows(value: Any) -> bool:
 def write_result(file: Path | None, document: Any, table: str | None = None) -> None:
     """Write a result to a JSON file, or with ``table`` to the .json and .md files of a stem; None = write nothing.
 
-    Numbers have seven digits.
+    Floats are rounded to seven significant digits.
     """
     if file is None:
         return

@@ -144,7 +144,8 @@ def _offload_groups(pipe: Any, place: torch.device) -> None:
         if not isinstance(part, torch.nn.Module) or part in transformers.values():
             continue
         if moves_by_layers(part):
-            apply_group_offloading(part, place, offload_type="leaf_level", use_stream=True)
+            # Streams follow calls: an autoencoder's decode and encode are none.
+            apply_group_offloading(part, place, offload_type="leaf_level", use_stream=not hasattr(part, "decode"))
         else:
             part.to(place)
 

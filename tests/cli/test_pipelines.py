@@ -293,9 +293,10 @@ def test_frame_rate_is_the_users_else_the_models_else_the_familys(demo, asked, f
 
 @pytest.mark.parametrize("part, rate", TABLE["frames_per_second"].items())
 def test_frame_rates_by_name_are_those_of_diffusers_examples(part, rate):
-    (kind, *_) = (name for name in dir(diffusers) if part in name and name.endswith("Pipeline"))
-    source = inspect.getsource(sys.modules[getattr(diffusers, kind).__module__])
-    assert {float(found) for found in re.findall(r"fps(?:: int)? ?= ?(\d+)", source)} <= {rate}
+    kinds = [getattr(diffusers, name) for name in dir(diffusers) if part in name and name.endswith("Pipeline")]
+    sources = "".join(inspect.getsource(sys.modules[kind.__module__]) for kind in kinds)
+    rates = {float(found) for found in re.findall(r"fps(?:: int)? ?= ?(\d+)", sources)}
+    assert rates == {rate} or (part, rates) == ("ConsisID", set()), "which is a placeholder without OpenCV"
 
 
 def test_demo_model_says_its_arguments_and_its_frame_rate(monkeypatch, tmp_path):

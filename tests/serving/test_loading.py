@@ -194,11 +194,11 @@ def without_streams(monkeypatch):
 
 
 def test_group_offload_moves_blocks_of_the_transformer_and_layers_of_other_models(monkeypatch):
-    """Results are the plain ones. A CPU has no streams; each of the four models asks for one."""
+    """Results are the plain ones. A CPU has no streams; all but the autoencoder ask for one."""
     pipe, plain = tiny_pipeline("flux"), tiny_output(tiny_pipeline("flux"), "flux", steps=6)
     asked = without_streams(monkeypatch)
     loading._offload_groups(pipe, torch.device("cpu"))
-    assert asked == [True] * 4
+    assert sorted(asked) == [False, True, True, True]
     assert find_hook(pipe.transformer.transformer_blocks[0], OFFLOAD_HOOK) is not None
     assert find_hook(pipe.transformer.transformer_blocks[0].attn.to_q, OFFLOAD_HOOK) is None
     assert find_hook(pipe.vae.decoder.conv_in, OFFLOAD_HOOK) is not None

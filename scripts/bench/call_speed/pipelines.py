@@ -84,7 +84,7 @@ def _parts(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Part]:
 
 _ROWS = json.loads(Path(__file__).with_name("parts.json").read_text(encoding="utf-8"))
 ENCODERS = _parts(_ROWS["encoders"])  # vision towers are small, because they see no image
-AUTOENCODERS = _parts(_ROWS["autoencoders"])
+AUTOENCODERS = _parts(_ROWS["autoencoders"])  # a toy of LTX-2 pads with zeros: a height of 1 has no reflection
 
 
 class Processor:
