@@ -22,7 +22,7 @@ LINES = {  # of code
     "dit_accel/stages": 2_130,
     "dit_accel/tools": 5_530,
     "scripts": 14_740,
-    "tests": 37_800,
+    "tests": 37_810,
 }
 WORDS = 35_730  # of all pages
 PACKED = 116  # statements that ruff may not format: tables

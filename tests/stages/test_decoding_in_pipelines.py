@@ -122,6 +122,16 @@ def test_a_pipeline_without_the_stage_shares_an_autoencoder(flux, other):
     assert "stages.decode is false" in decoding(other)
 
 
+def test_pipelines_over_one_transformer_report_their_own_decoding(flux):
+    twin = tiny_pipeline("flux")
+    twin.transformer = flux.transformer
+    fused(twin), fused(flux)
+    flux.vae.train()
+    call(flux), call(twin)
+    report = flux.dit_accel.report
+    assert "training mode" in report(flux).decoding and "training mode" not in report(twin).decoding
+
+
 def _bypass(pipe):
     """Replace the decode by one that, as compiled code, runs the decoder's class's own code."""
     decoder = pipe.vae.decoder
