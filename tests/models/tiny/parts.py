@@ -9,14 +9,14 @@ import torch
 
 from tests.tiny import encoders
 
-SIZES = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))  # by class
+CONFIGS = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))  # by class
 TOKENS, WIDTH = 12, encoders.FEATURES  # of prompts
 SQUARE = {"height": 192, "width": 192}
 
 
 def small(kind: str, **changes: Any) -> diffusers.ModelMixin:
     """A transformer of diffusers' class, with the sizes of transformers.json and changes."""
-    return getattr(diffusers, kind)(**SIZES[kind] | changes)
+    return getattr(diffusers, kind)(**CONFIGS[kind] | changes)
 
 
 def text(*shape: int, seed: int = 0) -> torch.Tensor:
